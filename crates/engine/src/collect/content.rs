@@ -35,19 +35,15 @@ impl From<Remark> for EntryRefusal {
 
 impl From<&EntryFault> for EntryRefusal {
     fn from(fault: &EntryFault) -> EntryRefusal {
+        if let Some(errno) = fault.errno() {
+            return EntryRefusal::from(errno);
+        }
         EntryRefusal::Entry(match fault {
             EntryFault::MountPoint => Remark::MountPoint,
             EntryFault::Foreign(_) => Remark::NotOwned,
             EntryFault::TooDeep => Remark::TooDeep,
             EntryFault::Moved => Remark::Changed,
-            EntryFault::Immutable => Remark::Unreadable,
-            EntryFault::Open(e)
-            | EntryFault::Stat(e)
-            | EntryFault::Read(e)
-            | EntryFault::Unlink(e)
-            | EntryFault::RemoveDir(e)
-            | EntryFault::ChangeMode(e)
-            | EntryFault::ChangeOwner(e) => return EntryRefusal::from(*e),
+            _ => Remark::Unreadable,
         })
     }
 }
@@ -116,15 +112,6 @@ impl PinnedFile {
 
     pub(super) fn stamp(&self) -> FileStamp {
         stamp(&self.stat)
-    }
-
-    /// Unix time in milliseconds.
-    pub(super) fn modified_ms(&self) -> i64 {
-        let millis = i64::try_from(self.stat.st_mtime_nsec / 1_000_000).unwrap_or(0);
-        self.stat
-            .st_mtime
-            .saturating_mul(1000)
-            .saturating_add(millis)
     }
 
     /// Opens the path again, checks that it leads to the pinned file, and hashes the file.

@@ -2,20 +2,21 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::CStr;
+use std::ops::ControlFlow;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes, StatxFlags};
+use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Statx, StatxAttributes};
 use rustix::io::Errno;
 
 use super::content::{EntryRefusal, FileContent, Inode};
-use super::shortlist::{Candidate, Rank, RemarkList, Shortlist, displayed_path};
+use super::shortlist::{Candidate, Rank, RemarkList, Shortlist};
 use super::{
     COMPONENT_BYTES_MAX, CollectError, CollectProgress, CollectionRules, ModePolicy,
-    PATH_BYTES_MAX, StagedInput,
+    PATH_BYTES_MAX, StagedInput, out_of_resources,
 };
 use crate::workspace::tree::EntryFault;
 use crate::workspace::tree::walk::{DepthOverflow, OPEN_DIR, TreeVisitor, TreeWalk, VisitAction};
-use crate::workspace::tree::walk::{chmod_pinned, open_beneath, open_unlocked};
+use crate::workspace::tree::walk::{open_beneath, open_unlocked, stat_entry};
 use store::types::manifest::{CollectedOutputs, ContentHash, Remark};
 
 /// Directories whose content a program can produce again. Files below them are counted, not collected.
@@ -82,7 +83,7 @@ pub(super) fn find_candidates(
         top_device: 0,
         path: Vec::new(),
         levels: Vec::new(),
-        entries: 0,
+        entries: EntryCounter { seen: 0, progress },
         overridden: false,
         fatal_error: None,
         found: FoundFiles {
@@ -92,15 +93,28 @@ pub(super) fn find_candidates(
             overridden: HashSet::new(),
             counts: CollectedOutputs::default(),
         },
-        progress,
     };
     TreeWalk::new().run(top, &mut finder, DepthOverflow::Fail);
-    (finder.progress)(CollectProgress::Walked {
-        entries: finder.entries,
-    });
-    match finder.fatal_error {
-        None => Ok(finder.found),
-        Some(error) => Err(error),
+    finder.entries.report();
+    finder.fatal_error.map_or(Ok(finder.found), Err)
+}
+
+/// Counts the entries of a walk, and reports them from time to time.
+struct EntryCounter<'a> {
+    seen: u64,
+    progress: &'a mut dyn FnMut(CollectProgress),
+}
+
+impl EntryCounter<'_> {
+    fn count(&mut self) {
+        self.seen += 1;
+        if self.seen.is_multiple_of(ENTRIES_PER_PROGRESS) {
+            self.report();
+        }
+    }
+
+    fn report(&mut self) {
+        (self.progress)(CollectProgress::Walked { entries: self.seen });
     }
 }
 
@@ -112,13 +126,12 @@ struct CandidateFinder<'a> {
     /// The path of the current directory, followed by the name of the current entry.
     path: Vec<u8>,
     levels: Vec<OpenDirectory>,
-    entries: u64,
+    entries: EntryCounter<'a>,
     /// The directory that was opened last had no permissions for this process.
     overridden: bool,
     /// Why the collection as a whole fails.
     fatal_error: Option<CollectError>,
     found: FoundFiles,
-    progress: &'a mut dyn FnMut(CollectProgress),
 }
 
 /// A directory on the way from the top. The top is the first.
@@ -135,14 +148,8 @@ impl TreeVisitor for CandidateFinder<'_> {
         self.overridden = self.rules.modes == ModePolicy::Override
             && matches!(opened, Err(EntryFault::Open(Errno::ACCESS)));
         match self.overridden {
-            false => opened,
-            // Without search permission `.` cannot be looked up in the top, but the descriptor is open.
-            true if self.levels.is_empty() => {
-                let stat = rustix::fs::fstat(dir).map_err(EntryFault::Stat)?;
-                chmod_pinned(dir, stat.st_mode & 0o1777 | 0o700)?;
-                open_beneath(dir, name, OPEN_DIR)
-            }
             true => open_unlocked(dir, name),
+            false => opened,
         }
     }
 
@@ -190,15 +197,7 @@ impl TreeVisitor for CandidateFinder<'_> {
         name: &CStr,
         _: FileType,
     ) -> Result<VisitAction, EntryFault> {
-        if self.fatal_error.is_some() {
-            return Ok(VisitAction::Stop);
-        }
-        self.entries += 1;
-        if self.entries.is_multiple_of(ENTRIES_PER_PROGRESS) {
-            (self.progress)(CollectProgress::Walked {
-                entries: self.entries,
-            });
-        }
+        self.entries.count();
         if self.levels.len() == 1 && name.to_bytes() == sandbox::HIDDEN_DIR.as_bytes() {
             return Ok(VisitAction::Done);
         }
@@ -217,32 +216,33 @@ impl TreeVisitor for CandidateFinder<'_> {
         Ok(())
     }
 
-    fn report_fault(&mut self, name: &CStr, fault: &EntryFault) {
+    fn report_fault(&mut self, name: &CStr, fault: &EntryFault) -> ControlFlow<()> {
         let itself = name == c".";
-        let refusal = EntryRefusal::from(fault);
-        match (self.levels.as_slice(), refusal) {
-            ([], EntryRefusal::Entry(_)) => self.fatal_error = Some(top_error(fault)),
-            ([_], EntryRefusal::Entry(_)) if itself => self.fatal_error = Some(top_error(fault)),
-            (levels, EntryRefusal::Entry(remark)) => {
-                // The walk cannot go back up, so everything that was still to be walked is lost, also outside the
-                // cache.
-                let lost = itself && !matches!(fault, EntryFault::Read(_));
-                let in_cache = levels.last().is_some_and(|level| level.in_cache);
-                if !lost && (in_cache || self.is_cache_name(name.to_bytes())) {
-                    return;
-                }
-                if !itself {
-                    self.push_name(name.to_bytes());
-                }
-                self.found.remarks.add(&self.path, remark);
-                self.reset_path();
+        let remark = match EntryRefusal::from(fault) {
+            EntryRefusal::OutOfResources(source) => {
+                self.fatal_error = Some(out_of_resources(&self.path, source));
+                return ControlFlow::Break(());
             }
-            (_, EntryRefusal::OutOfResources(source)) => {
-                let path = displayed_path(&self.path);
-                self.fatal_error
-                    .get_or_insert(CollectError::OutOfResources { path, source });
+            EntryRefusal::Entry(_)
+                if self.levels.is_empty() || itself && self.levels.len() == 1 =>
+            {
+                let source = fault.errno().unwrap_or(Errno::XDEV);
+                self.fatal_error = Some(CollectError::Top { source });
+                return ControlFlow::Break(());
             }
+            EntryRefusal::Entry(remark) => remark,
+        };
+        // The walk cannot go back up, so everything that was still to be walked is lost, also outside the cache.
+        let lost = itself && !matches!(fault, EntryFault::Read(_));
+        let in_cache = self.levels.last().is_some_and(|level| level.in_cache);
+        if lost || !in_cache && !self.is_cache_name(name.to_bytes()) {
+            if !itself {
+                self.push_name(name.to_bytes());
+            }
+            self.found.remarks.add(&self.path, remark);
+            self.reset_path();
         }
+        ControlFlow::Continue(())
     }
 }
 
@@ -402,31 +402,9 @@ impl CandidateFinder<'_> {
     }
 }
 
-fn top_error(fault: &EntryFault) -> CollectError {
-    let source = match fault {
-        EntryFault::Open(e)
-        | EntryFault::Stat(e)
-        | EntryFault::Read(e)
-        | EntryFault::ChangeMode(e) => *e,
-        // A directory that is held open has no other faults.
-        _ => Errno::XDEV,
-    };
-    CollectError::Top { source }
-}
-
 fn inode(stat: &Statx) -> Inode {
     let device = rustix::fs::makedev(stat.stx_dev_major, stat.stx_dev_minor);
     (device, stat.stx_ino)
-}
-
-/// `None` if the entry is gone.
-fn stat_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<Option<Statx>, EntryFault> {
-    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
-    match rustix::fs::statx(dir, name, flags, StatxFlags::BASIC_STATS) {
-        Ok(stat) => Ok(Some(stat)),
-        Err(Errno::NOENT) => Ok(None),
-        Err(e) => Err(EntryFault::Stat(e)),
-    }
 }
 
 /// Gives the owner search permission on a directory. Returns whether that was necessary. This asks the kernel, since
@@ -471,24 +449,19 @@ pub(super) fn count_names(
         modes,
         files,
         depth: 0,
-        entries: 0,
+        entries: EntryCounter { seen: 0, progress },
         out_of_resources: None,
-        progress,
     };
     TreeWalk::new().run(top, &mut counter, DepthOverflow::Fail);
-    match counter.out_of_resources {
-        None => Ok(()),
-        Some((path, source)) => Err(CollectError::OutOfResources { path, source }),
-    }
+    counter.out_of_resources.map_or(Ok(()), Err)
 }
 
 struct NameCounter<'a> {
     modes: ModePolicy,
     files: &'a mut HashMap<Inode, LinkedFile>,
     depth: usize,
-    entries: u64,
-    out_of_resources: Option<(String, Errno)>,
-    progress: &'a mut dyn FnMut(CollectProgress),
+    entries: EntryCounter<'a>,
+    out_of_resources: Option<CollectError>,
 }
 
 impl TreeVisitor for NameCounter<'_> {
@@ -516,15 +489,7 @@ impl TreeVisitor for NameCounter<'_> {
         name: &CStr,
         kind: FileType,
     ) -> Result<VisitAction, EntryFault> {
-        if self.out_of_resources.is_some() {
-            return Ok(VisitAction::Stop);
-        }
-        self.entries += 1;
-        if self.entries.is_multiple_of(ENTRIES_PER_PROGRESS) {
-            (self.progress)(CollectProgress::Walked {
-                entries: self.entries,
-            });
-        }
+        self.entries.count();
         let enter = match self.depth < COUNTED_DEPTH_MAX {
             true => VisitAction::Enter,
             false => VisitAction::Done,
@@ -551,10 +516,13 @@ impl TreeVisitor for NameCounter<'_> {
         Ok(())
     }
 
-    fn report_fault(&mut self, name: &CStr, fault: &EntryFault) {
-        if let EntryRefusal::OutOfResources(source) = EntryRefusal::from(fault) {
-            let path = displayed_path(name.to_bytes());
-            self.out_of_resources.get_or_insert((path, source));
+    fn report_fault(&mut self, name: &CStr, fault: &EntryFault) -> ControlFlow<()> {
+        match EntryRefusal::from(fault) {
+            EntryRefusal::Entry(_) => ControlFlow::Continue(()),
+            EntryRefusal::OutOfResources(source) => {
+                self.out_of_resources = Some(out_of_resources(name.to_bytes(), source));
+                ControlFlow::Break(())
+            }
         }
     }
 }

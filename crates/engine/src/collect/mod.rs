@@ -55,6 +55,7 @@ use serde::{Deserialize, Serialize};
 use content::{EntryRefusal, FileContent, HashingReader, Inode, PinnedFile};
 use find::{CachePolicy, FoundFiles, LinkedFile};
 use shortlist::{Candidate, RemarkList, displayed_path};
+use store::artifacts::files;
 use store::artifacts::hashing::HashThreads;
 pub use store::types::manifest::{COMPONENT_BYTES_MAX, PATH_BYTES_MAX};
 use store::types::manifest::{CollectedOutputs, ContentHash, Output, OutputPath, Remark};
@@ -330,7 +331,7 @@ impl OutputCollector<'_> {
             bytes: content.stamp.bytes,
             blake3: content.hash,
             media_type,
-            modified_ms: pinned.modified_ms(),
+            modified_ms: files::modified_ms(&pinned.stat),
             inode: candidate.inode.1,
         }))
     }

@@ -35,6 +35,17 @@ pub struct ReapReport {
     pub problems: Vec<String>,
 }
 
+impl ReapReport {
+    /// Removes the run directory as the last thing, after the workspace.
+    fn remove_run_dir(&mut self, dir: RunDir, record: RunRecord) {
+        let had_workspace = record.workspace_identity.is_some();
+        self.removed
+            .extend(had_workspace.then_some(record.workspace));
+        self.problems
+            .extend(dir.remove().err().map(|e| error_chain(&e)));
+    }
+}
+
 /// Handles every run directory whose runner is dead. It runs before each run, so it must be cheap if there is nothing
 /// to do: two directory listings, and one try of a lock for each live run. Without a recorder it leaves attempts alone
 /// that are to be recorded.
@@ -158,13 +169,7 @@ fn reap_dir(
             match finish_attempt(&dir, &record, commit_plan, recorder) {
                 Ok(FinishResult::Committed(done)) => {
                     reaped.finished.push(*done);
-                    let had_workspace = record.workspace_identity.is_some();
-                    reaped
-                        .removed
-                        .extend(had_workspace.then_some(record.workspace));
-                    reaped
-                        .problems
-                        .extend(dir.remove().err().map(|e| error_chain(&e)));
+                    reaped.remove_run_dir(dir, record);
                 }
                 Ok(FinishResult::NeverBegun) => remove_run(dir, record, reaped),
                 Ok(FinishResult::OtherDatabase) => reaped.waiting.push(format!(
@@ -291,15 +296,7 @@ const REOPENED_FOR_S: u64 = 24 * 3600;
 
 fn remove_run(dir: RunDir, record: RunRecord, reaped: &mut ReapReport) {
     match remove_leftovers(&record) {
-        Ok(()) => {
-            let had_workspace = record.workspace_identity.is_some();
-            reaped
-                .removed
-                .extend(had_workspace.then_some(record.workspace));
-            reaped
-                .problems
-                .extend(dir.remove().err().map(|e| error_chain(&e)));
-        }
+        Ok(()) => reaped.remove_run_dir(dir, record),
         Err(problem) => reaped.problems.push(problem),
     }
 }

@@ -1,24 +1,24 @@
 //! The files that travel with a submission: [`Bundle`] reads them where the submission is made, [`lay_out`] writes
 //! them where it runs.
 //!
-//! Reading follows the rules of `workspace/copy_in.rs`: open each file once, do not follow links, and judge the file
-//! by its descriptor. Whoever can write to the database controls what [`lay_out`] gets. Therefore [`lay_out`] checks
+//! Reading follows the rules of `workspace/copy_in/source.rs`: open each file once, do not follow links, and judge the
+//! file by its descriptor. Whoever can write to the database controls what [`lay_out`] gets. Therefore [`lay_out`] checks
 //! all names again, creates each file exclusively, and accepts content only if its hash matches.
 
 use std::collections::{HashMap, HashSet};
 use std::error::Error;
-use std::ffi::{CStr, OsStr};
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{Dir, FileType, Mode, OFlags, ResolveFlags};
+use rustix::fs::{FileType, Mode, OFlags, ResolveFlags, Stat, Statx};
 use rustix::io::Errno;
 
-use crate::workspace::copy_in::{self, CopyError};
+use crate::workspace::copy_in::CopyError;
+use crate::workspace::copy_in::source::{SourcePath, SourceVisitor, open_source, visit_source};
 use store::types::input_name::{self, InputNameError};
 use store::types::manifest::ContentHash;
 use store::types::submission::{
@@ -125,12 +125,13 @@ impl Bundle {
         pool: &mut ContentPool,
     ) -> Result<(), BundleError> {
         let name = input_name::name_for(source, Some(name))?;
-        let (file, stat) = copy_in::open_source(source)?;
+        let opened = open_source(source)?;
         self.add_parents(source, &name)?;
-        match FileType::from_raw_mode(stat.st_mode) {
-            FileType::Directory => self.add_tree(file, source, &name, pool),
-            _ => self.add_file(file, stat.st_mode, source, &name, pool),
-        }
+        let at = SourcePath {
+            from: source.to_path_buf(),
+            to: name,
+        };
+        visit_source(opened, at, &mut BundledSource { bundle: self, pool })
     }
 
     /// Adds everything that can be read from `from` as standard input.
@@ -151,7 +152,7 @@ impl Bundle {
         path: &Path,
         pool: &mut ContentPool,
     ) -> Result<(), BundleError> {
-        let (file, stat) = copy_in::open_source(path)?;
+        let (file, stat) = open_source(path)?;
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
             let path = path.to_path_buf();
             let source = Errno::ISDIR;
@@ -216,30 +217,6 @@ impl Bundle {
         Ok(())
     }
 
-    fn add_file(
-        &mut self,
-        file: OwnedFd,
-        mode: u32,
-        path: &Path,
-        name: &Path,
-        pool: &mut ContentPool,
-    ) -> Result<(), BundleError> {
-        copy_in::check_kind(FileType::from_raw_mode(mode), path)?;
-        let content = self.read_content(File::from(file), path, |source| {
-            let errno = Errno::from_io_error(&source).unwrap_or(Errno::IO);
-            BundleError::Copy(CopyError::Read {
-                path: path.to_path_buf(),
-                source: errno,
-            })
-        })?;
-        let item = InputItem::File {
-            name: name.to_path_buf(),
-            blake3: pool.insert(content, path)?,
-            executable: mode & 0o111 != 0,
-        };
-        self.push_item(item, path)
-    }
-
     /// Reads a whole file. A file may grow meanwhile, so the bound applies to the bytes read and not to the size that
     /// fstat reported.
     fn read_content(
@@ -261,131 +238,53 @@ impl Bundle {
         self.bytes += content.len() as u64;
         Ok(content)
     }
-
-    fn add_tree(
-        &mut self,
-        top: OwnedFd,
-        path: &Path,
-        name: &Path,
-        pool: &mut ContentPool,
-    ) -> Result<(), BundleError> {
-        let mut levels = vec![self.enter_directory(top, path.to_path_buf(), name.to_path_buf())?];
-        while let Some(level) = levels.last_mut() {
-            let read = |source| CopyError::Read {
-                path: level.path.clone(),
-                source,
-            };
-            let Some(entry) = level.entries.next().transpose().map_err(read)? else {
-                levels.pop();
-                continue;
-            };
-            let depth = levels.len() - 1;
-            let (entry_name, kind) = (entry.file_name(), entry.file_type());
-            if entry_name == c"." || entry_name == c".." {
-                continue;
-            }
-            let below = self.add_entry(&levels[depth], entry_name, kind, depth, pool)?;
-            levels.extend(below);
-        }
-        Ok(())
-    }
-
-    fn enter_directory(
-        &mut self,
-        dir: OwnedFd,
-        path: PathBuf,
-        name: PathBuf,
-    ) -> Result<OpenDirectory, BundleError> {
-        self.push_item(InputItem::Directory { name: name.clone() }, &path)?;
-        let entries = Dir::read_from(&dir).map_err(|source| CopyError::Read {
-            path: path.clone(),
-            source,
-        })?;
-        Ok(OpenDirectory {
-            entries,
-            dir,
-            path,
-            name,
-        })
-    }
-
-    /// Adds one directory entry. Returns a subdirectory for the caller to walk.
-    fn add_entry(
-        &mut self,
-        level: &OpenDirectory,
-        entry: &CStr,
-        kind: FileType,
-        depth: usize,
-        pool: &mut ContentPool,
-    ) -> Result<Option<OpenDirectory>, BundleError> {
-        let text = OsStr::from_bytes(entry.to_bytes());
-        let (path, name) = (level.path.join(text), level.name.join(text));
-        let open = |source| CopyError::Open {
-            path: path.clone(),
-            source,
-        };
-        let opened = match kind {
-            FileType::Symlink => Err(Errno::LOOP),
-            FileType::Unknown => copy_in::open_entry(level.dir.as_fd(), entry),
-            // Opening some devices has side effects, so check the type that the directory reports first.
-            kind => {
-                copy_in::check_kind(kind, &path)?;
-                copy_in::open_entry(level.dir.as_fd(), entry)
-            }
-        };
-        let (file, stat) = match opened {
-            Err(Errno::LOOP) => {
-                return self
-                    .add_link(level, entry, depth, &path, name)
-                    .map(|()| None);
-            }
-            opened => opened.map_err(open)?,
-        };
-        match FileType::from_raw_mode(stat.st_mode) {
-            FileType::Directory if depth + 1 >= copy_in::DEPTH_MAX => {
-                Err(CopyError::TooDeep { path }.into())
-            }
-            FileType::Directory => self.enter_directory(file, path, name).map(Some),
-            _ => self
-                .add_file(file, stat.st_mode, &path, &name, pool)
-                .map(|()| None),
-        }
-    }
-
-    fn add_link(
-        &mut self,
-        level: &OpenDirectory,
-        entry: &CStr,
-        depth: usize,
-        path: &Path,
-        name: PathBuf,
-    ) -> Result<(), BundleError> {
-        let target = rustix::fs::readlinkat(&level.dir, entry, Vec::new()).map_err(|source| {
-            CopyError::Read {
-                path: path.to_path_buf(),
-                source,
-            }
-        })?;
-        let target = PathBuf::from(OsStr::from_bytes(target.as_bytes()));
-        if !input_name::stays_inside(&target, depth) {
-            let path = path.to_path_buf();
-            return Err(CopyError::LinkLeadsOut { path, target }.into());
-        }
-        if target.to_str().is_none() {
-            return Err(BundleError::NotText {
-                path: path.to_path_buf(),
-            });
-        }
-        self.push_item(InputItem::Link { name, target }, path)
-    }
 }
 
-/// A directory that is being read.
-struct OpenDirectory {
-    entries: Dir,
-    dir: OwnedFd,
-    path: PathBuf,
-    name: PathBuf,
+/// A source that is being added to a bundle.
+struct BundledSource<'a> {
+    bundle: &'a mut Bundle,
+    pool: &'a mut ContentPool,
+}
+
+impl SourceVisitor for BundledSource<'_> {
+    type Error = BundleError;
+
+    fn enter_directory(&mut self, _: &Statx, at: &SourcePath) -> Result<(), BundleError> {
+        let name = at.to.clone();
+        self.bundle
+            .push_item(InputItem::Directory { name }, &at.from)
+    }
+
+    fn visit_file(
+        &mut self,
+        file: OwnedFd,
+        stat: &Stat,
+        at: &SourcePath,
+    ) -> Result<(), BundleError> {
+        let path = &at.from;
+        let failed = |source: std::io::Error| {
+            let source = Errno::from_io_error(&source).unwrap_or(Errno::IO);
+            let path = path.clone();
+            BundleError::Copy(CopyError::Read { path, source })
+        };
+        let content = self.bundle.read_content(File::from(file), path, failed)?;
+        let item = InputItem::File {
+            name: at.to.clone(),
+            blake3: self.pool.insert(content, path)?,
+            executable: stat.st_mode & 0o111 != 0,
+        };
+        self.bundle.push_item(item, path)
+    }
+
+    fn visit_link(&mut self, target: PathBuf, at: &SourcePath) -> Result<(), BundleError> {
+        if target.to_str().is_none() {
+            let path = at.from.clone();
+            return Err(BundleError::NotText { path });
+        }
+        let name = at.to.clone();
+        self.bundle
+            .push_item(InputItem::Link { name, target }, &at.from)
+    }
 }
 
 /// Fetches content by its hash; `None` if there is no such content.
@@ -506,6 +405,7 @@ mod tests {
     use super::*;
     use std::collections::BTreeMap;
     use std::fs;
+    use std::os::unix::ffi::OsStrExt;
     use std::os::unix::fs::{PermissionsExt, symlink};
     use store::types::analysis_id::AnalysisId;
     use store::types::submission::{SubmittedCommand, VERSION};

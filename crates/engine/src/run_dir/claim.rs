@@ -33,12 +33,7 @@ impl RunDir {
     fn try_claim(path: &Path, id: &AnalysisId) -> Result<Option<RunDir>, HomeError> {
         create_private_dir(path)?;
         let Some(dir) = RunDir::try_lock(path)? else {
-            // A runner writes its record at once. Without a record, the lock holder is a reaper or a runner that has
-            // just started.
-            return match path.join(RECORD).exists() {
-                true => Err(HomeError::Running { id: id.clone() }),
-                false => Ok(None),
-            };
+            return check_holder(path, id).map(|()| None);
         };
         match dir.read_record() {
             Ok(Some(record)) => Err(conflict_error(record)),
@@ -75,17 +70,10 @@ pub fn attempt_exists(home: &Home, id: &AnalysisId, attempt: u32) -> bool {
 /// Whether this attempt has a directory here and its key is the given one, so that it can be finished here.
 pub fn attempt_exists_with_key(home: &Home, id: &AnalysisId, attempt: u32, key: &str) -> bool {
     let name = Path::new(id.as_str()).join(attempt.to_string());
-    let record = |base: PathBuf| -> Option<RunRecord> {
-        let text = std::fs::read(base.join(&name).join(RECORD)).ok()?;
-        serde_json::from_slice(&text).ok()
-    };
-    let of_it = |record: RunRecord| {
-        record
-            .commit_plan
-            .is_some_and(|commit_plan| commit_plan.key == key)
-    };
-    let bases = [home.runs(), home.pending()];
-    bases.into_iter().filter_map(record).any(of_it)
+    [home.runs(), home.pending()]
+        .iter()
+        .filter_map(|base| RunDir::peek(&base.join(&name))?.commit_plan)
+        .any(|commit_plan| commit_plan.key == key)
 }
 
 /// The directories of all attempts of an id, running or pending.
@@ -106,12 +94,18 @@ fn check_sibling(other: &Path, id: &AnalysisId) -> Result<(), HomeError> {
         Ok(Some(dir)) => dir
             .read_record()?
             .map_or(Ok(()), |record| Err(conflict_error(record))),
-        Ok(None) => match other.join(RECORD).exists() {
-            true => Err(HomeError::Running { id: id.clone() }),
-            false => Ok(()),
-        },
+        Ok(None) => check_holder(other, id),
         Err(HomeError::Lock { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(e) => Err(e),
+    }
+}
+
+/// Fails if a runner holds the lock of a directory. A runner writes its record at once. Without a record, the lock
+/// holder is a reaper or a runner that has just started.
+fn check_holder(path: &Path, id: &AnalysisId) -> Result<(), HomeError> {
+    match path.join(RECORD).exists() {
+        true => Err(HomeError::Running { id: id.clone() }),
+        false => Ok(()),
     }
 }
 

@@ -8,6 +8,7 @@ use rustix::fs::{FlockOperation, Mode, OFlags};
 
 use super::record::RunRecord;
 use crate::home::{Home, HomeError, create_private_dir};
+use store::artifacts::files;
 
 pub(super) const RECORD: &str = "run.json";
 const RECORD_NAME: &std::ffi::CStr = c"run.json";
@@ -53,9 +54,12 @@ impl RunDir {
 
     /// The pid in the record, read without the lock. Use it only to decide whether waiting is worthwhile.
     pub fn recorded_runner_pid(path: &Path) -> Option<u32> {
-        let text = std::fs::read(path.join(RECORD)).ok()?;
-        let record: RunRecord = serde_json::from_slice(&text).ok()?;
-        Some(record.runner_pid)
+        RunDir::peek(path).map(|record| record.runner_pid)
+    }
+
+    /// The record, read without the lock and unchecked.
+    pub(super) fn peek(path: &Path) -> Option<RunRecord> {
+        serde_json::from_slice(&std::fs::read(path.join(RECORD)).ok()?).ok()
     }
 
     /// Whether the path still names the locked directory.
@@ -136,7 +140,9 @@ impl RunDir {
 
     /// Removes everything but the record.
     pub(super) fn clear(&self) -> Result<(), HomeError> {
-        let names = names_in(&self.lock).map_err(|e| self.write_error("", e.into()))?;
+        let mut names = Vec::new();
+        files::each_entry(self.lock.as_fd(), &mut |name| names.push(name.to_owned()))
+            .map_err(|e| self.write_error("", e.into()))?;
         let mut others = names.iter().filter(|name| name.as_c_str() != RECORD_NAME);
         others.try_for_each(|name| self.remove_entry(name))
     }
@@ -171,15 +177,4 @@ impl RunDir {
             source,
         }
     }
-}
-
-fn names_in(dir: &OwnedFd) -> rustix::io::Result<Vec<std::ffi::CString>> {
-    let mut names = Vec::new();
-    for entry in rustix::fs::Dir::read_from(dir)? {
-        let name = entry?.file_name().to_owned();
-        if name.as_c_str() != c"." && name.as_c_str() != c".." {
-            names.push(name);
-        }
-    }
-    Ok(names)
 }

@@ -1,8 +1,8 @@
 //! The private directory of one analysis. It is created exclusively, and held and removed by descriptor.
 //!
-//! - `copy_in.rs`: copies input files into a workspace.
-//! - `tree/`: walks directory trees that a hostile program wrote: to remove them, to change their owner, to measure
-//!   them.
+//! - `copy_in/`: reads inputs, and copies them into a workspace.
+//! - `tree/`: the one walker of hostile directory trees. It serves to read inputs, to collect, to measure, to change
+//!   owners and to remove.
 //! - `uid_pool.rs`: leases an unprivileged uid to each analysis that root runs.
 
 pub mod copy_in;
@@ -14,7 +14,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FileType, FlockOperation, Gid, Mode, OFlags, StatxFlags, Uid};
+use rustix::fs::{AtFlags, FileType, FlockOperation, Gid, Mode, OFlags, StatxFlags, Uid};
 use serde::{Deserialize, Serialize};
 
 use crate::workspace::tree::TreeError;
@@ -59,7 +59,7 @@ impl DirectoryIdentity {
     }
 
     fn at(dir: BorrowedFd<'_>, name: &Path) -> rustix::io::Result<DirectoryIdentity> {
-        let flags = rustix::fs::AtFlags::SYMLINK_NOFOLLOW | rustix::fs::AtFlags::EMPTY_PATH;
+        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::EMPTY_PATH;
         let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
         let stat = rustix::fs::statx(dir, name, flags, wanted)?;
         let born = stat.stx_mask & StatxFlags::BTIME.bits() != 0;
@@ -163,25 +163,13 @@ impl Workspace {
         owner: Option<(u32, u32)>,
     ) -> rustix::io::Result<()> {
         let hidden = Path::new(sandbox::HIDDEN_DIR);
-        let owner = owner.map(|(uid, gid)| (Uid::from_raw(uid), Gid::from_raw(gid)));
         // The umask may have cleared bits.
         rustix::fs::fchmod(dir, Mode::from_raw_mode(0o700))?;
         for name in [hidden.to_path_buf(), hidden.join("home")] {
             rustix::fs::mkdirat(dir, &name, Mode::from_raw_mode(0o700))?;
-            if let Some((uid, gid)) = owner {
-                rustix::fs::chownat(
-                    dir,
-                    &name,
-                    Some(uid),
-                    Some(gid),
-                    rustix::fs::AtFlags::SYMLINK_NOFOLLOW,
-                )?;
-            }
+            set_owner(dir, &name, owner)?;
         }
-        if let Some((uid, gid)) = owner {
-            rustix::fs::fchown(dir, Some(uid), Some(gid))?;
-        }
-        Ok(())
+        set_owner(dir, Path::new(""), owner)
     }
 
     /// Creates symlinks, given as (name, target). First removes an empty directory of the same name: an earlier
@@ -191,7 +179,6 @@ impl Workspace {
         links: &[(PathBuf, PathBuf)],
         owner: Option<(u32, u32)>,
     ) -> Result<(), WorkspaceError> {
-        use rustix::fs::AtFlags;
         for (name, target) in links {
             let failed = |e: rustix::io::Errno| WorkspaceError::Link {
                 name: name.clone(),
@@ -199,12 +186,7 @@ impl Workspace {
             };
             let _ = rustix::fs::unlinkat(&self.dir, name, AtFlags::REMOVEDIR);
             rustix::fs::symlinkat(target, &self.dir, name).map_err(failed)?;
-            if let Some((uid, gid)) = owner {
-                let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
-                let flags = AtFlags::SYMLINK_NOFOLLOW;
-                rustix::fs::chownat(&self.dir, name, Some(uid), Some(gid), flags)
-                    .map_err(failed)?;
-            }
+            set_owner(self.dir.as_fd(), name, owner).map_err(failed)?;
         }
         Ok(())
     }
@@ -216,7 +198,7 @@ impl Workspace {
                 .is_ok_and(|to| to.as_bytes() == target.as_os_str().as_encoded_bytes());
             if is_ours {
                 // A symlink that cannot be removed is listed as not collected.
-                let _ = rustix::fs::unlinkat(&self.dir, name, rustix::fs::AtFlags::empty());
+                let _ = rustix::fs::unlinkat(&self.dir, name, AtFlags::empty());
             }
         }
     }
@@ -277,7 +259,7 @@ impl Workspace {
             })?;
         }
         let hidden = Path::new(sandbox::HIDDEN_DIR);
-        let flags = rustix::fs::AtFlags::SYMLINK_NOFOLLOW;
+        let flags = AtFlags::SYMLINK_NOFOLLOW;
         match rustix::fs::statat(&self.dir, hidden, flags) {
             Err(rustix::io::Errno::NOENT) => self.create_private_dirs(self.dir.as_fd(), owner),
             found => found.map(drop),
@@ -325,12 +307,10 @@ impl Workspace {
         for name in ["data", "docs"] {
             // The mount points of the views. rmdir fails if the program created directories of these names and filled
             // them.
-            let _ = rustix::fs::unlinkat(&self.dir, name, rustix::fs::AtFlags::REMOVEDIR);
+            let _ = rustix::fs::unlinkat(&self.dir, name, AtFlags::REMOVEDIR);
         }
         let hidden = Path::new(sandbox::HIDDEN_DIR);
-        if let Ok(stat) =
-            rustix::fs::statat(&self.dir, hidden, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)
-        {
+        if let Ok(stat) = rustix::fs::statat(&self.dir, hidden, AtFlags::SYMLINK_NOFOLLOW) {
             // The private /tmp and home are not results.
             let _ = tree::remove(
                 self.dir.as_fd(),
@@ -340,6 +320,20 @@ impl Workspace {
         }
         Ok(())
     }
+}
+
+/// Gives an entry of a directory, or the directory itself if the name is empty, to `owner`. Follows no symlink.
+fn set_owner(
+    dir: BorrowedFd<'_>,
+    name: &Path,
+    owner: Option<(u32, u32)>,
+) -> rustix::io::Result<()> {
+    let Some((uid, gid)) = owner else {
+        return Ok(());
+    };
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::EMPTY_PATH;
+    let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+    rustix::fs::chownat(dir, name, Some(uid), Some(gid), flags)
 }
 
 /// The reason for the removal of a workspace: why nothing is lost that should be recorded.

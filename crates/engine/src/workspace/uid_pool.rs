@@ -63,14 +63,11 @@ impl UidLease {
                 path: path.clone(),
                 source: source.into(),
             };
-            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-            let file =
-                rustix::fs::open(&path, flags, Mode::from_raw_mode(0o600)).map_err(opened)?;
-            match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => {}
+            let file = match lock_file(&path) {
+                Ok(file) => file,
                 Err(rustix::io::Errno::WOULDBLOCK) => continue,
                 Err(e) => return Err(opened(e)),
-            }
+            };
             let lease = UidLease {
                 uid,
                 file,
@@ -136,11 +133,15 @@ impl UidLease {
 /// Takes the lock of a uid until it is dropped. The file is not changed, so the next lease of the uid still searches
 /// for processes.
 pub fn lock_uid(uid: u32) -> Option<OwnedFd> {
-    let path = Path::new(DIRECTORY).join(uid.to_string());
+    lock_file(&Path::new(DIRECTORY).join(uid.to_string())).ok()
+}
+
+/// Opens a lease file and locks it, without waiting for the lock.
+fn lock_file(path: &Path) -> rustix::io::Result<OwnedFd> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    let file = rustix::fs::open(path, flags, Mode::from_raw_mode(0o600)).ok()?;
-    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).ok()?;
-    Some(file)
+    let file = rustix::fs::open(path, flags, Mode::from_raw_mode(0o600))?;
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+    Ok(file)
 }
 
 fn prepare_directory(directory: &Path) -> Result<(), UidLeaseError> {

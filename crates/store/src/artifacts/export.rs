@@ -165,14 +165,12 @@ fn open_or_make_top(to: &Path) -> rustix::io::Result<OwnedFd> {
     for part in to.components() {
         let parent = held.as_ref().map_or(CWD, |dir| dir.as_fd());
         let part = Path::new(part.as_os_str());
-        let opened = match open(parent, part, OFlags::PATH) {
-            Err(Errno::NOENT) => {
-                files::make_dir(parent, part, TOP_MODE)?;
-                open(parent, part, OFlags::PATH)
-            }
-            opened => opened,
-        };
-        held = Some(opened?);
+        held = Some(files::open_or_make_dir(
+            parent,
+            part,
+            TOP_MODE,
+            |parent, part| open(parent, part, OFlags::PATH),
+        )?);
     }
     open(
         held.ok_or(Errno::NOENT)?.as_fd(),
@@ -292,32 +290,42 @@ fn find_obstacle(
     path: &OutputPath,
     overwrite: Overwrite,
 ) -> rustix::io::Result<Option<&'static str>> {
-    let mut held: Option<OwnedFd> = None;
+    let (parent, name) = match open_parent(dir, path, open_below) {
+        Err(Errno::NOENT) => return Ok(None),
+        Err(Errno::LOOP) => return Ok(Some("leads through a symlink; move that away")),
+        Err(Errno::NOTDIR) => {
+            return Ok(Some("leads through what is no directory; move that away"));
+        }
+        opened => opened?,
+    };
+    let parent = parent.as_ref().map_or(dir, |parent| parent.as_fd());
+    let stat = match rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Err(Errno::NOENT) => return Ok(None),
+        stat => stat?,
+    };
+    Ok(match (FileType::from_raw_mode(stat.st_mode), overwrite) {
+        (FileType::Directory, _) => Some("is a directory; move it away"),
+        (_, Overwrite::Never) => Some("exists; move it away, or use --force"),
+        (_, Overwrite::Files) => None,
+    })
+}
+
+/// Opens the directories that lead to an output, one after the other. Returns the last of them, `None` for `top`
+/// itself, and the name of the output in it.
+fn open_parent<'a>(
+    top: BorrowedFd<'_>,
+    path: &'a OutputPath,
+    open: impl Fn(BorrowedFd<'_>, &[u8]) -> rustix::io::Result<OwnedFd>,
+) -> rustix::io::Result<(Option<OwnedFd>, &'a [u8])> {
+    let mut parent: Option<OwnedFd> = None;
     let mut parts = path.components().peekable();
     while let Some(part) = parts.next() {
-        let parent = held.as_ref().map_or(dir, |h| h.as_fd());
-        if parts.peek().is_some() {
-            held = Some(match open_below(parent, part) {
-                Err(Errno::NOENT) => return Ok(None),
-                Err(Errno::LOOP) => return Ok(Some("leads through a symlink; move that away")),
-                Err(Errno::NOTDIR) => {
-                    return Ok(Some("leads through what is no directory; move that away"));
-                }
-                below => below?,
-            });
-            continue;
+        if parts.peek().is_none() {
+            return Ok((parent, part));
         }
-        let stat = match rustix::fs::statat(parent, part, AtFlags::SYMLINK_NOFOLLOW) {
-            Err(Errno::NOENT) => return Ok(None),
-            stat => stat?,
-        };
-        return Ok(match (FileType::from_raw_mode(stat.st_mode), overwrite) {
-            (FileType::Directory, _) => Some("is a directory; move it away"),
-            (_, Overwrite::Never) => Some("exists; move it away, or use --force"),
-            (_, Overwrite::Files) => None,
-        });
+        parent = Some(open(parent.as_ref().map_or(top, |dir| dir.as_fd()), part)?);
     }
-    Ok(None)
+    Err(Errno::INVAL)
 }
 
 /// Opens a subdirectory that is not a link. The user's own mounts may be entered.
@@ -343,21 +351,12 @@ struct Target<'a> {
 impl<'a> Target<'a> {
     /// Creates the directories that lead to the output.
     fn open(top: BorrowedFd<'_>, path: &'a OutputPath) -> io::Result<Target<'a>> {
-        let mut dir = top.try_clone_to_owned()?;
-        let mut parts = path.components().peekable();
-        while let Some(part) = parts.next() {
-            if parts.peek().is_none() {
-                return Ok(Target { dir, name: part });
-            }
-            dir = match open_below(dir.as_fd(), part) {
-                Err(Errno::NOENT) => {
-                    files::make_dir(dir.as_fd(), part, DIR_MODE)?;
-                    open_below(dir.as_fd(), part)?
-                }
-                below => below?,
-            };
-        }
-        Err(Errno::INVAL.into())
+        let open = |parent: BorrowedFd<'_>, part: &[u8]| {
+            files::open_or_make_dir(parent, part, DIR_MODE, open_below)
+        };
+        let (dir, name) = open_parent(top, path, open)?;
+        let dir = dir.map_or_else(|| top.try_clone_to_owned(), Ok)?;
+        Ok(Target { dir, name })
     }
 
     /// Writes the content. Returns the file and its sha256, or `None` if the content does not match `hash`.

@@ -1,11 +1,12 @@
 //! Operations on single files, all by descriptor.
 
+use std::ffi::CStr;
 use std::fs::File;
-use std::io;
+use std::io::{self, Read};
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, ResolveFlags, SeekFrom};
+use rustix::fs::{AtFlags, CWD, Dir, FileType, Mode, OFlags, ResolveFlags, SeekFrom, Stat};
 use rustix::io::Errno;
 
 use crate::types::random_hex::random_hex;
@@ -33,6 +34,34 @@ pub(super) fn make_dir(
     }
 }
 
+/// Opens a directory with `open`, after making it if there is nothing of that name.
+pub(super) fn open_or_make_dir<N: rustix::path::Arg + Copy>(
+    parent: BorrowedFd<'_>,
+    name: N,
+    mode: Mode,
+    open: impl Fn(BorrowedFd<'_>, N) -> rustix::io::Result<OwnedFd>,
+) -> rustix::io::Result<OwnedFd> {
+    match open(parent, name) {
+        Err(Errno::NOENT) => {
+            make_dir(parent, name, mode)?;
+            open(parent, name)
+        }
+        opened => opened,
+    }
+}
+
+/// Calls `see` for every entry of a directory but `.` and `..`.
+pub fn each_entry(dir: BorrowedFd<'_>, see: &mut dyn FnMut(&CStr)) -> rustix::io::Result<()> {
+    for entry in Dir::read_from(dir)? {
+        let entry = entry?;
+        let name = entry.file_name();
+        if name != c"." && name != c".." {
+            see(name);
+        }
+    }
+    Ok(())
+}
+
 /// Opens a regular file of the store. NONBLOCK, so that a FIFO or device in its place cannot block this process.
 pub fn open_object(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -42,6 +71,38 @@ pub fn open_object(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<File> 
     match FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
         true => Ok(File::from(file)),
         false => Err(Errno::INVAL),
+    }
+}
+
+/// Reads at most `bytes_max` of a small file of the store. `None` if there is none.
+pub(super) fn read_small(
+    dir: BorrowedFd<'_>,
+    name: &str,
+    bytes_max: u64,
+) -> io::Result<Option<Vec<u8>>> {
+    let file = match open_object(dir, name) {
+        Err(Errno::NOENT) => return Ok(None),
+        file => file?,
+    };
+    let mut text = Vec::new();
+    file.take(bytes_max).read_to_end(&mut text)?;
+    Ok(Some(text))
+}
+
+/// Writes a small file of the store, unless there is one of that name. The file is durable before it gets its name,
+/// and the name is durable on return.
+pub(super) fn write_small(
+    staging: BorrowedFd<'_>,
+    dir: BorrowedFd<'_>,
+    name: &str,
+    content: &[u8],
+) -> io::Result<()> {
+    let draft = Draft::new(staging)?;
+    write_all_at(draft.as_fd(), content, 0)?;
+    rustix::fs::fsync(draft.as_fd())?;
+    match link(draft.as_fd(), dir, name) {
+        Ok(()) | Err(Errno::EXIST) => Ok(rustix::fs::fsync(dir)?),
+        Err(e) => Err(e.into()),
     }
 }
 
@@ -115,6 +176,13 @@ impl Drop for Draft<'_> {
             let _ = rustix::fs::unlinkat(self.staging, name, AtFlags::empty());
         }
     }
+}
+
+/// The time of the last change of content, in milliseconds since 1970. The program may have set a time that does not
+/// fit, so saturate.
+pub fn modified_ms(stat: &Stat) -> i64 {
+    let below = i64::try_from(stat.st_mtime_nsec / 1_000_000).unwrap_or(0);
+    stat.st_mtime.saturating_mul(1_000).saturating_add(below)
 }
 
 pub fn length(file: BorrowedFd<'_>) -> io::Result<u64> {

@@ -1,10 +1,9 @@
 //! The identity of a store: the file `store.json`.
 
-use std::io::{self, Read};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::io;
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 
-use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::{ArtifactError, files};
@@ -32,12 +31,12 @@ pub(super) fn read_or_create(
         path: path.clone(),
         source,
     };
-    let text = match read_identity(dir).map_err(failed)? {
+    let read = || files::read_small(dir, IDENTITY, IDENTITY_BYTES_MAX).map_err(failed);
+    let text = match read()? {
         Some(text) => text,
         None => {
             make_identity(dir, staging).map_err(failed)?;
-            let made = read_identity(dir).map_err(failed)?;
-            made.ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?
+            read()?.ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?
         }
     };
     let identity: Identity = serde_json::from_slice(&text).map_err(|e| failed(e.into()))?;
@@ -49,29 +48,11 @@ pub(super) fn read_or_create(
     }
 }
 
-fn read_identity(dir: BorrowedFd<'_>) -> io::Result<Option<Vec<u8>>> {
-    let file = match files::open_object(dir, IDENTITY) {
-        Err(Errno::NOENT) => return Ok(None),
-        file => file?,
-    };
-    let mut text = Vec::new();
-    file.take(IDENTITY_BYTES_MAX).read_to_end(&mut text)?;
-    Ok(Some(text))
-}
-
-/// Writes a new identity. The file is durable before it gets its name, and the name is durable before anything refers
-/// to the store.
+/// Writes a new identity, which is durable before anything refers to the store.
 fn make_identity(dir: BorrowedFd<'_>, staging: BorrowedFd<'_>) -> io::Result<()> {
     let identity = Identity {
         version: VERSION,
         id: random_hex()?,
     };
-    let draft = files::Draft::new(staging)?;
-    files::write_all_at(draft.as_fd(), &serde_json::to_vec(&identity)?, 0)?;
-    rustix::fs::fsync(draft.as_fd())?;
-    match files::link(draft.as_fd(), dir, IDENTITY) {
-        Ok(()) | Err(Errno::EXIST) => {}
-        Err(e) => return Err(e.into()),
-    }
-    Ok(rustix::fs::fsync(dir)?)
+    files::write_small(staging, dir, IDENTITY, &serde_json::to_vec(&identity)?)
 }

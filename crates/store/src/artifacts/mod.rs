@@ -180,6 +180,18 @@ enum PlaceFault {
     Damaged,
 }
 
+impl PlaceFault {
+    fn into_error(self, hash: &ContentHash) -> ArtifactError {
+        match self {
+            PlaceFault::Damaged => ArtifactError::Damaged { hash: *hash },
+            PlaceFault::Errno(e) => ArtifactError::Place {
+                hash: *hash,
+                source: e.into(),
+            },
+        }
+    }
+}
+
 impl From<Errno> for PlaceFault {
     fn from(errno: Errno) -> PlaceFault {
         PlaceFault::Errno(errno)
@@ -207,19 +219,12 @@ impl Artifacts {
             opened => opened,
         };
         let dir = dir.map_err(|e| failed(e.into()))?;
-        if !is_private(dir.as_fd()).map_err(|e| failed(e.into()))? {
-            return Err(ArtifactError::NotPrivate {
-                path: path.to_path_buf(),
-            });
-        }
+        check_private(dir.as_fd(), path)?;
         let below = |name: &str| -> Result<OwnedFd, ArtifactError> {
-            let made = open_or_make(dir.as_fd(), name).map_err(|e| failed(e.into()))?;
-            match is_private(made.as_fd()).map_err(|e| failed(e.into()))? {
-                true => Ok(made),
-                false => Err(ArtifactError::NotPrivate {
-                    path: path.join(name),
-                }),
-            }
+            let made = files::open_or_make_dir(dir.as_fd(), name, Mode::RWXU, files::open_dir)
+                .map_err(|e| failed(e.into()))?;
+            check_private(made.as_fd(), &path.join(name))?;
+            Ok(made)
         };
         let (objects, staging) = (below("objects")?, below("staging")?);
         Ok(Artifacts {
@@ -275,13 +280,7 @@ impl Artifacts {
         match hashing::is_content(file.as_fd(), hash, bytes) {
             Ok(true) => {}
             Ok(false) => return Err(ArtifactError::Damaged { hash: *hash }),
-            Err(source) => {
-                return Err(ArtifactError::Object {
-                    path: other.path.clone(),
-                    hash: *hash,
-                    source,
-                });
-            }
+            Err(source) => return Err(other.object_error(hash, source)),
         }
         self.place_file(file.as_fd(), hash, bytes, TransferMode::Move)
     }
@@ -343,11 +342,15 @@ impl Artifacts {
     /// Opens an object for reading. The descriptor stays readable even if a sweep removes the object.
     pub fn open_object(&self, hash: &ContentHash) -> Result<File, ArtifactError> {
         let opened = files::open_object(self.objects.as_fd(), &object_name(hash));
-        opened.map_err(|e| ArtifactError::Object {
+        opened.map_err(|e| self.object_error(hash, e))
+    }
+
+    fn object_error(&self, hash: &ContentHash, source: impl Into<io::Error>) -> ArtifactError {
+        ArtifactError::Object {
             path: self.path.clone(),
             hash: *hash,
-            source: e.into(),
-        })
+            source: source.into(),
+        }
     }
 
     /// The path of an object, for display or for links by programs that never write to it.
@@ -367,11 +370,7 @@ impl Artifacts {
     pub fn has_object(&self, hash: &ContentHash, bytes: u64) -> Result<bool, ArtifactError> {
         let found = self
             .find_existing(hash, bytes)
-            .map_err(|e| ArtifactError::Object {
-                path: self.path.clone(),
-                hash: *hash,
-                source: e.into(),
-            })?;
+            .map_err(|e| self.object_error(hash, e))?;
         match found {
             ExistingObject::Nothing | ExistingObject::Bad => Ok(false),
             ExistingObject::Durable => Ok(true),
@@ -462,13 +461,7 @@ impl Artifacts {
         let placed = rustix::fs::fchmod(draft.as_fd(), PLACED)
             .map_err(PlaceFault::from)
             .and_then(|()| self.place(draft.as_fd(), hash, bytes));
-        placed.map_err(|fault| match fault {
-            PlaceFault::Damaged => ArtifactError::Damaged { hash: *hash },
-            PlaceFault::Errno(e) => ArtifactError::Place {
-                hash: *hash,
-                source: e.into(),
-            },
-        })
+        placed.map_err(|fault| fault.into_error(hash))
     }
 
     fn draft(&self) -> io::Result<files::Draft<'_>> {
@@ -504,20 +497,18 @@ impl Artifacts {
     }
 }
 
-fn open_or_make(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<OwnedFd> {
-    match files::open_dir(dir, name) {
-        Err(Errno::NOENT) => {
-            files::make_dir(dir, name, Mode::RWXU)?;
-            files::open_dir(dir, name)
-        }
-        opened => opened,
+/// Fails unless the directory belongs to the user who runs Fumehood and nobody else may write to it.
+fn check_private(dir: BorrowedFd<'_>, path: &Path) -> Result<(), ArtifactError> {
+    let own = rustix::process::geteuid().as_raw();
+    let path = path.to_path_buf();
+    match rustix::fs::fstat(dir) {
+        Ok(stat) if stat.st_uid == own && stat.st_mode & 0o022 == 0 => Ok(()),
+        Ok(_) => Err(ArtifactError::NotPrivate { path }),
+        Err(e) => Err(ArtifactError::Make {
+            path,
+            source: e.into(),
+        }),
     }
-}
-
-/// Whether the directory belongs to the user who runs Fumehood and nobody else may write to it.
-fn is_private(dir: BorrowedFd<'_>) -> rustix::io::Result<bool> {
-    let stat = rustix::fs::fstat(dir)?;
-    Ok(stat.st_uid == rustix::process::geteuid().as_raw() && stat.st_mode & 0o022 == 0)
 }
 
 fn fan_name(hash: &ContentHash) -> String {

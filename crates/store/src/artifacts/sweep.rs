@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 
-use rustix::fs::{AtFlags, Dir, FileType, Stat};
+use rustix::fs::{AtFlags, FileType, Stat};
 use rustix::io::Errno;
 
 use super::{
@@ -66,11 +66,7 @@ pub struct StoreUsage {
 impl Artifacts {
     /// Reads a whole object and compares it with its name and length.
     pub fn verify(&self, hash: &ContentHash, bytes: u64) -> Result<ObjectCondition, ArtifactError> {
-        let failed = |source: std::io::Error| ArtifactError::Object {
-            path: self.path.clone(),
-            hash: *hash,
-            source,
-        };
+        let failed = |source: std::io::Error| self.object_error(hash, source);
         let name = object_name(hash);
         let stat = match rustix::fs::statat(&self.objects, &name, AtFlags::SYMLINK_NOFOLLOW) {
             Err(Errno::NOENT) => return Ok(ObjectCondition::Missing),
@@ -117,35 +113,19 @@ impl Artifacts {
     ) -> Result<SweepTotals, ArtifactError> {
         self.check_exclusive(alone)?;
         let mut swept = SweepTotals::default();
-        let mut foreign = 0;
-        let mut failed = 0;
-        foreign += self.each_object(&mut |fan, name, hash| {
-            if referenced(hash) {
-                return;
-            }
-            match remove(fan, name, dry_run) {
-                Ok(stat) => {
-                    swept.objects += 1;
-                    swept.bytes += freed(&stat);
-                }
-                Err(_) => failed += 1,
+        let foreign = self.each_object(&mut |fan, name, hash| {
+            if !referenced(hash) {
+                swept.objects += swept.remove(fan, name, dry_run);
             }
         })?;
+        swept.foreign = foreign;
         // This process holds the exclusive lock, so the processes that created these files are dead. None of the files
         // is the only name of an output.
-        each_entry(self.staging.as_fd(), &mut |name| match remove(
-            self.staging.as_fd(),
-            name,
-            dry_run,
-        ) {
-            Ok(stat) => {
-                swept.stale += 1;
-                swept.bytes += freed(&stat);
-            }
-            Err(_) => failed += 1,
+        let staging = self.staging.as_fd();
+        files::each_entry(staging, &mut |name| {
+            swept.stale += swept.remove(staging, name, dry_run);
         })
         .map_err(|e| self.list_failed(e))?;
-        (swept.failed, swept.foreign) = (failed, foreign);
         Ok(swept)
     }
 
@@ -174,8 +154,8 @@ impl Artifacts {
                 Err(Errno::NOENT) => continue,
                 fan => fan.map_err(|e| self.list_failed(e))?,
             };
-            let listed = each_entry(fan.as_fd(), &mut |name| {
-                let name = std::str::from_utf8(name).unwrap_or_default();
+            let listed = files::each_entry(fan.as_fd(), &mut |name| {
+                let name = name.to_str().unwrap_or_default();
                 match ContentHash::parse(&format!("{fan_name}{name}")) {
                     Ok(hash) => see(fan.as_fd(), name, &hash),
                     Err(_) => foreign += 1,
@@ -194,27 +174,32 @@ impl Artifacts {
     }
 }
 
-fn each_entry(dir: BorrowedFd<'_>, see: &mut dyn FnMut(&[u8])) -> rustix::io::Result<()> {
-    for entry in Dir::read_from(dir)? {
-        let entry = entry?;
-        let name = entry.file_name().to_bytes();
-        if name != b"." && name != b".." {
-            see(name);
+impl SweepTotals {
+    /// Removes a file and counts its space, or counts the failure. Returns how many files were removed.
+    fn remove<P: rustix::path::Arg + Copy>(
+        &mut self,
+        dir: BorrowedFd<'_>,
+        name: P,
+        dry_run: bool,
+    ) -> u64 {
+        let found = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW);
+        let removed = found.and_then(|stat| {
+            if !dry_run {
+                rustix::fs::unlinkat(dir, name, AtFlags::empty())?;
+            }
+            Ok(stat)
+        });
+        match removed {
+            Ok(stat) => {
+                self.bytes += freed(&stat);
+                1
+            }
+            Err(_) => {
+                self.failed += 1;
+                0
+            }
         }
     }
-    Ok(())
-}
-
-fn remove<P: rustix::path::Arg + Copy>(
-    dir: BorrowedFd<'_>,
-    name: P,
-    dry_run: bool,
-) -> rustix::io::Result<Stat> {
-    let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
-    if !dry_run {
-        rustix::fs::unlinkat(dir, name, AtFlags::empty())?;
-    }
-    Ok(stat)
 }
 
 fn allocated(stat: &Stat) -> u64 {

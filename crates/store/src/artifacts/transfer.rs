@@ -177,11 +177,7 @@ impl Artifacts {
             // The file has an attribute that cannot be removed, or the file system has no hard links. A copy has only
             // what Fumehood gives it.
             Err(PlaceFault::Errno(Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP)) => Ok(None),
-            Err(PlaceFault::Damaged) => Err(ArtifactError::Damaged { hash: *hash }),
-            Err(PlaceFault::Errno(e)) => Err(ArtifactError::Place {
-                hash: *hash,
-                source: e.into(),
-            }),
+            Err(fault) => Err(fault.into_error(hash)),
         }
     }
 
@@ -289,7 +285,7 @@ fn compare_with_manifest(
             "its length",
         ),
         (
-            read_again || modified_ms(stat) == output.modified_ms,
+            read_again || files::modified_ms(stat) == output.modified_ms,
             "its time of change",
         ),
     ];
@@ -297,12 +293,6 @@ fn compare_with_manifest(
         None => Ok(()),
         Some((_, what)) => Err(what),
     }
-}
-
-/// The time in milliseconds, as in the manifest. The program may have set a time that does not fit, so saturate.
-fn modified_ms(stat: &Stat) -> i64 {
-    let below = i64::try_from(stat.st_mtime_nsec / 1_000_000).unwrap_or(0);
-    stat.st_mtime.saturating_mul(1_000).saturating_add(below)
 }
 
 /// Changes owner, attributes and mode. The modification time stays, so that a repeat recognizes the file.

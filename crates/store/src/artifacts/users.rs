@@ -3,7 +3,7 @@
 //! An object that one database does not refer to may be referred to by another database, or by the manifest of a
 //! pending attempt in another home. Whoever adds objects is noted here first, so that a sweep knows whom to ask.
 
-use std::io::{self, Read};
+use std::io;
 use std::os::fd::AsFd;
 use std::path::Path;
 
@@ -67,13 +67,8 @@ impl Artifacts {
                 Err(e) => return Err(e.into()),
             }
             let users = files::open_dir(self.dir.as_fd(), USERS)?;
-            let draft = self.draft()?;
-            files::write_all_at(draft.as_fd(), &serde_json::to_vec(user)?, 0)?;
-            rustix::fs::fsync(draft.as_fd())?;
-            match files::link(draft.as_fd(), users.as_fd(), &name) {
-                Ok(()) | Err(Errno::EXIST) => Ok(rustix::fs::fsync(&users)?),
-                Err(e) => Err(e.into()),
-            }
+            let text = serde_json::to_vec(user)?;
+            files::write_small(self.staging.as_fd(), users.as_fd(), &name, &text)
         };
         note().map_err(|source| self.users_failed(source))
     }
@@ -85,17 +80,13 @@ impl Artifacts {
                 Err(Errno::NOENT) => return Ok(Vec::new()),
                 users => users?,
             };
+            let mut names = Vec::new();
+            files::each_entry(users.as_fd(), &mut |name| names.push(name.to_owned()))?;
             let mut found = Vec::new();
-            for entry in rustix::fs::Dir::read_from(&users)? {
-                let entry = entry?;
-                let name = entry.file_name().to_str().map_err(io::Error::other)?;
-                if name == "." || name == ".." {
-                    continue;
-                }
-                let mut text = Vec::new();
-                files::open_object(users.as_fd(), name)?
-                    .take(USER_BYTES_MAX)
-                    .read_to_end(&mut text)?;
+            for name in names {
+                let name = name.to_str().map_err(io::Error::other)?;
+                let text = files::read_small(users.as_fd(), name, USER_BYTES_MAX)?;
+                let text = text.ok_or(io::ErrorKind::NotFound)?;
                 found.push(serde_json::from_slice::<StoreUser>(&text)?);
             }
             found.sort_by(|a, b| (&a.database, &a.home).cmp(&(&b.database, &b.home)));

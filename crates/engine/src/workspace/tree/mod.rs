@@ -1,11 +1,12 @@
-//! Walks a hostile directory tree by descriptor: to remove it, to change its owner, to measure it. `walk.rs` holds
-//! the walk itself, this file the operations.
+//! Walks a hostile directory tree by descriptor. `walk.rs` holds the walk itself, this file its use to remove a tree,
+//! to change its owner and to measure it. `workspace/copy_in/source.rs` reads inputs with it, and `collect/find.rs`
+//! finds outputs.
 //!
 //! Everything starts from an open directory and uses single path components only, so that no rename, symlink or mount
 //! that appears meanwhile can lead the walk elsewhere:
 //!
 //! - Down: `openat2` of one name with NO_SYMLINKS, NO_XDEV and BENEATH. If the entry has become a symlink or a mount
-//!   (including a bind of the same file system), opening fails and is reported.
+//!   (including a bind of the same file system), opening fails and is reported. Only inputs are read without NO_XDEV.
 //! - Up: the last few directories stay open. Above those the walk opens `..` and checks that it is the directory
 //!   through which it came down (device, inode, birth time, mount). The alternative, renaming deep directories to the
 //!   top, is not used: on a full disk the rename itself may need a block, and removal must work above all when the
@@ -32,8 +33,8 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use walk::{DepthOverflow, LEVELS_MAX, OPEN_DIR, TreeVisitor, TreeWalk, VisitAction};
-use walk::{chmod_pinned, open_beneath, open_unlocked};
+use walk::{DepthOverflow, LEVELS_MAX, TreeVisitor, TreeWalk, VisitAction};
+use walk::{chmod_pinned, open_beneath, open_unlocked, stat_entry};
 
 /// The most rounds of a removal. Each round must get further than the one before it. An ordinary tree takes one
 /// round, or two if a second round must show that nothing is left. If another process keeps creating files, the
@@ -69,6 +70,25 @@ pub enum EntryFault {
     Moved,
     #[error("it lies more than {LEVELS_MAX} levels down")]
     TooDeep,
+    /// The visitor keeps the reason.
+    #[error("it was refused")]
+    Refused,
+}
+
+impl EntryFault {
+    /// The error number of a failed system call.
+    pub(crate) fn errno(&self) -> Option<Errno> {
+        match self {
+            EntryFault::Open(e)
+            | EntryFault::Stat(e)
+            | EntryFault::Read(e)
+            | EntryFault::Unlink(e)
+            | EntryFault::RemoveDir(e)
+            | EntryFault::ChangeMode(e)
+            | EntryFault::ChangeOwner(e) => Some(*e),
+            _ => None,
+        }
+    }
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -321,7 +341,6 @@ impl TreeVisitor for RemoveVisitor {
             return Ok(VisitAction::Stop);
         }
         self.seen += 1;
-        // The type is only a hint: it may be unknown, or the entry may have been replaced since.
         if kind == FileType::Directory {
             match rustix::fs::unlinkat(dir, name, AtFlags::REMOVEDIR) {
                 Ok(()) => return Ok(self.count_removed()),
@@ -435,10 +454,6 @@ impl TreeVisitor for TakeOverVisitor {
         self.change_owner(pin.as_fd(), (stat.st_uid, stat.st_gid))?;
         Ok(VisitAction::Done)
     }
-
-    fn leave_directory(&mut self, _: BorrowedFd<'_>, _: &CStr) -> Result<(), EntryFault> {
-        Ok(())
-    }
 }
 
 struct MeasureVisitor {
@@ -449,19 +464,6 @@ struct MeasureVisitor {
 }
 
 impl TreeVisitor for MeasureVisitor {
-    fn open_directory(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, EntryFault> {
-        open_beneath(dir, name, OPEN_DIR)
-    }
-
-    fn enter_directory(
-        &mut self,
-        _: BorrowedFd<'_>,
-        _: &CStr,
-        _: &Statx,
-    ) -> Result<(), EntryFault> {
-        Ok(())
-    }
-
     fn visit_entry(
         &mut self,
         dir: BorrowedFd<'_>,
@@ -473,11 +475,8 @@ impl TreeVisitor for MeasureVisitor {
             return Ok(VisitAction::Stop);
         }
         self.entries_max -= 1;
-        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
-        let stat = match rustix::fs::statx(dir, name, flags, StatxFlags::BASIC_STATS) {
-            Ok(stat) => stat,
-            Err(Errno::NOENT) => return Ok(VisitAction::Done),
-            Err(e) => return Err(EntryFault::Stat(e)),
+        let Some(stat) = stat_entry(dir, name)? else {
+            return Ok(VisitAction::Done);
         };
         if stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {
             return Err(EntryFault::MountPoint);
@@ -497,10 +496,6 @@ impl TreeVisitor for MeasureVisitor {
         } else {
             VisitAction::Done
         })
-    }
-
-    fn leave_directory(&mut self, _: BorrowedFd<'_>, _: &CStr) -> Result<(), EntryFault> {
-        Ok(())
     }
 }
 

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use super::walk::OPEN_DIR;
 use super::*;
 
 /// A tmpfs: renames need no journal, so a race gets many tries in little time.

@@ -2,7 +2,8 @@
 
 use std::collections::VecDeque;
 use std::ffi::{CStr, CString, OsString};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::ops::ControlFlow;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 
@@ -10,6 +11,7 @@ use rustix::fs::{
     AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags, SeekFrom, Statx, StatxFlags,
 };
 use rustix::io::Errno;
+use store::artifacts::files::proc_path;
 
 use super::{EntryFault, TreeError};
 
@@ -32,16 +34,22 @@ const SHOWN_BYTES_MAX: usize = 1024;
 
 /// What a walk does with the entries that it finds.
 pub(crate) trait TreeVisitor {
-    /// Opens a subdirectory.
-    fn open_directory(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, EntryFault>;
+    /// Opens a subdirectory, or the top directory, which is `.`.
+    fn open_directory(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, EntryFault> {
+        open_beneath(dir, name, OPEN_DIR)
+    }
     /// Called when a directory was opened and examined; the top directory is `.`. If this fails, the walk does not
     /// enter it.
     fn enter_directory(
         &mut self,
-        dir: BorrowedFd<'_>,
-        name: &CStr,
-        stat: &Statx,
-    ) -> Result<(), EntryFault>;
+        _dir: BorrowedFd<'_>,
+        _name: &CStr,
+        _stat: &Statx,
+    ) -> Result<(), EntryFault> {
+        Ok(())
+    }
+    /// Called for every entry but `.` and `..`. The type is a hint: it may be unknown, or the entry may have been
+    /// replaced since.
     fn visit_entry(
         &mut self,
         dir: BorrowedFd<'_>,
@@ -49,9 +57,13 @@ pub(crate) trait TreeVisitor {
         kind: FileType,
     ) -> Result<VisitAction, EntryFault>;
     /// Called when a subdirectory was walked completely.
-    fn leave_directory(&mut self, parent: BorrowedFd<'_>, name: &CStr) -> Result<(), EntryFault>;
-    /// Called when an entry of the current directory failed; `.` is that directory itself.
-    fn report_fault(&mut self, _name: &CStr, _fault: &EntryFault) {}
+    fn leave_directory(&mut self, _parent: BorrowedFd<'_>, _name: &CStr) -> Result<(), EntryFault> {
+        Ok(())
+    }
+    /// Called when an entry of the current directory failed; `.` is that directory itself. Says whether to go on.
+    fn report_fault(&mut self, _name: &CStr, _fault: &EntryFault) -> ControlFlow<()> {
+        ControlFlow::Continue(())
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -146,6 +158,16 @@ fn stat_dir(dir: BorrowedFd<'_>) -> Result<Statx, EntryFault> {
     rustix::fs::statx(dir, c"", AtFlags::EMPTY_PATH, wanted).map_err(EntryFault::Stat)
 }
 
+/// Examines an entry without following a symlink. `None` if the entry is gone.
+pub(crate) fn stat_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<Option<Statx>, EntryFault> {
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    match rustix::fs::statx(dir, name, flags, StatxFlags::BASIC_STATS) {
+        Ok(stat) => Ok(Some(stat)),
+        Err(Errno::NOENT) => Ok(None),
+        Err(e) => Err(EntryFault::Stat(e)),
+    }
+}
+
 pub(crate) struct TreeWalk {
     levels: VecDeque<Level>,
     batch: Batch,
@@ -174,27 +196,38 @@ impl TreeWalk {
     ) {
         self.levels.clear();
         (self.deferred_bytes, self.failed, self.first) = (0, 0, None);
+        let _ = self.walk(top, visitor, full);
+    }
+
+    fn walk(
+        &mut self,
+        top: BorrowedFd<'_>,
+        visitor: &mut impl TreeVisitor,
+        full: DepthOverflow,
+    ) -> ControlFlow<()> {
         match Level::enter(top, c".", visitor) {
             Ok(level) => self.levels.push_back(level),
-            Err(fault) => self.fail(c".", fault, visitor),
+            Err(fault) => self.fail(c".", fault, visitor)?,
         }
         while let Some(level) = self.levels.back_mut() {
             if let Some(name) = level.deferred.pop() {
                 self.deferred_bytes -= name.as_bytes_with_nul().len();
-                self.step_down(&name, visitor, full);
+                self.step_down(&name, visitor, full)?;
             } else if let Position::End = level.position {
-                if let Err((name, fault)) = self.ascend(visitor) {
-                    visitor.report_fault(c".", &fault);
-                    self.note(&name, fault);
-                    return;
-                }
-            } else if self.visit_batch(visitor) == VisitAction::Stop {
-                return;
+                self.ascend(visitor)?;
+            } else {
+                self.visit_batch(visitor)?;
             }
         }
+        ControlFlow::Continue(())
     }
 
-    fn step_down(&mut self, name: &CStr, visitor: &mut impl TreeVisitor, full: DepthOverflow) {
+    fn step_down(
+        &mut self,
+        name: &CStr,
+        visitor: &mut impl TreeVisitor,
+        full: DepthOverflow,
+    ) -> ControlFlow<()> {
         if self.levels.len() >= LEVELS_MAX {
             match full {
                 DepthOverflow::Fail => return self.fail(name, EntryFault::TooDeep, visitor),
@@ -205,52 +238,55 @@ impl TreeWalk {
             }
         }
         let Some(dir) = self.levels.back().and_then(|l| l.fd.as_ref()) else {
-            return;
+            return ControlFlow::Break(());
         };
         match Level::enter(dir.as_fd(), name, visitor) {
             Ok(level) => self.levels.push_back(level),
             Err(EntryFault::Open(Errno::NOENT)) => {}
-            Err(fault) => self.fail(name, fault, visitor),
+            Err(fault) => self.fail(name, fault, visitor)?,
         }
         if let Some(shed) = self.levels.len().checked_sub(OPEN_MAX + 1) {
             self.levels[shed].fd = None;
         }
+        ControlFlow::Continue(())
     }
 
-    fn ascend(&mut self, visitor: &mut impl TreeVisitor) -> Result<(), (CString, EntryFault)> {
+    fn ascend(&mut self, visitor: &mut impl TreeVisitor) -> ControlFlow<()> {
         let Some(child) = self.levels.pop_back() else {
-            return Ok(());
+            return ControlFlow::Break(());
         };
-        // No parent: the top is done, or the levels above were dropped.
         let Some(parent) = self.levels.back_mut() else {
-            return Ok(());
+            // The top is done, or the levels above were dropped.
+            return ControlFlow::Break(());
         };
         let fd = match (parent.fd.take(), &child.fd) {
             (Some(fd), _) => Ok(fd),
             (None, Some(below)) => open_parent(below.as_fd(), parent.id),
             (None, None) => Err(EntryFault::Moved),
         };
-        match fd {
-            Err(fault) => Err((child.name, fault)),
-            Ok(fd) => {
-                let fd = parent.fd.insert(fd);
-                let left = visitor.leave_directory(fd.as_fd(), &child.name);
-                if let Err(fault) = left {
-                    self.fail(&child.name, fault, visitor);
-                }
-                Ok(())
+        let left = match fd {
+            Ok(fd) => visitor.leave_directory(parent.fd.insert(fd).as_fd(), &child.name),
+            Err(fault) => {
+                // The way back is lost.
+                let _ = visitor.report_fault(c".", &fault);
+                self.note(&child.name, fault);
+                return ControlFlow::Break(());
             }
+        };
+        match left {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(fault) => self.fail(&child.name, fault, visitor),
         }
     }
 
     /// Reads the next batch of the deepest directory and passes it to the visitor.
-    fn visit_batch(&mut self, visitor: &mut impl TreeVisitor) -> VisitAction {
+    fn visit_batch(&mut self, visitor: &mut impl TreeVisitor) -> ControlFlow<()> {
         let crowded = self.deferred_bytes > DEFERRED_TOTAL_MAX;
         let Some(level) = self.levels.back_mut() else {
-            return VisitAction::Stop;
+            return ControlFlow::Break(());
         };
         let Some(dir) = level.fd.take() else {
-            return VisitAction::Stop;
+            return ControlFlow::Break(());
         };
         let filled = self.batch.fill(dir.as_fd(), level.position, crowded);
         level.position = match filled {
@@ -259,16 +295,12 @@ impl TreeWalk {
         };
         let batch = std::mem::take(&mut self.batch);
         let mut deferred = Vec::new();
-        let mut next = VisitAction::Done;
         for (name, kind) in batch.names_by_inode() {
             match visitor.visit_entry(dir.as_fd(), name, kind) {
                 Ok(VisitAction::Done) => {}
                 Ok(VisitAction::Enter) => deferred.push(name.to_owned()),
-                Ok(VisitAction::Stop) => {
-                    next = VisitAction::Stop;
-                    break;
-                }
-                Err(fault) => self.fail(name, fault, visitor),
+                Ok(VisitAction::Stop) => return ControlFlow::Break(()),
+                Err(fault) => self.fail(name, fault, visitor)?,
             }
         }
         self.batch = batch;
@@ -280,15 +312,20 @@ impl TreeWalk {
         }
         match filled {
             // If another process deleted the directory, reading it returns ENOENT, and nothing is left in it.
-            Ok(_) | Err(Errno::NOENT) => {}
+            Ok(_) | Err(Errno::NOENT) => ControlFlow::Continue(()),
             Err(e) => self.fail(c".", EntryFault::Read(e), visitor),
         }
-        next
     }
 
-    fn fail(&mut self, name: &CStr, fault: EntryFault, visitor: &mut impl TreeVisitor) {
-        visitor.report_fault(name, &fault);
+    fn fail(
+        &mut self,
+        name: &CStr,
+        fault: EntryFault,
+        visitor: &mut impl TreeVisitor,
+    ) -> ControlFlow<()> {
+        let flow = visitor.report_fault(name, &fault);
         self.note(name, fault);
+        flow
     }
 
     fn note(&mut self, name: &CStr, fault: EntryFault) {
@@ -413,17 +450,18 @@ pub(crate) const OPEN_DIR: OFlags = OFlags::RDONLY
     .union(OFlags::NOFOLLOW)
     .union(OFlags::NONBLOCK);
 
+/// What keeps a path below the directory that it starts from. Mounts are entered.
+pub(crate) const BENEATH: ResolveFlags = ResolveFlags::BENEATH
+    .union(ResolveFlags::NO_SYMLINKS)
+    .union(ResolveFlags::NO_MAGICLINKS);
+
 /// Opens a name in `dir`, or a path below it, without following a symlink or entering another mount.
 pub(crate) fn open_beneath(
     dir: BorrowedFd<'_>,
     name: &CStr,
     flags: OFlags,
 ) -> Result<OwnedFd, EntryFault> {
-    let resolve = ResolveFlags::BENEATH
-        | ResolveFlags::NO_SYMLINKS
-        | ResolveFlags::NO_MAGICLINKS
-        | ResolveFlags::NO_XDEV;
-    open_resolved(dir, name, flags, resolve)
+    open_resolved(dir, name, flags, BENEATH | ResolveFlags::NO_XDEV)
 }
 
 /// Opens `..` of a directory and checks that it is the directory from which the walk came.
@@ -431,16 +469,16 @@ pub(crate) fn open_parent(
     dir: BorrowedFd<'_>,
     expect: DirectoryKey,
 ) -> Result<OwnedFd, EntryFault> {
-    // BENEATH would refuse `..`; the identity check keeps the walk inside.
-    let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
-    let parent = open_resolved(dir, c"..", OPEN_DIR, resolve)?;
+    // BENEATH would refuse `..`, and NO_XDEV the way out of a mount that the visitor chose to enter. The identity,
+    // which includes the mount, keeps the walk inside.
+    let parent = open_resolved(dir, c"..", OPEN_DIR, ResolveFlags::NO_SYMLINKS)?;
     match DirectoryKey::of(parent.as_fd())? == expect {
         true => Ok(parent),
         false => Err(EntryFault::Moved),
     }
 }
 
-fn open_resolved(
+pub(crate) fn open_resolved(
     dir: BorrowedFd<'_>,
     name: &CStr,
     flags: OFlags,
@@ -464,20 +502,21 @@ pub(crate) fn open_unlocked(dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd,
         Err(EntryFault::Open(Errno::ACCESS)) => {}
         done => return done,
     }
-    let pin = open_beneath(
-        dir,
-        name,
-        OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW,
-    )?;
-    let stat = rustix::fs::fstat(&pin).map_err(EntryFault::Stat)?;
-    chmod_pinned(pin.as_fd(), stat.st_mode & 0o1777 | 0o700)?;
-    open_beneath(pin.as_fd(), c".", OPEN_DIR)
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW;
+    let pin = match name == c"." {
+        // Without search permission `.` cannot be looked up in a directory, but that directory is open.
+        true => None,
+        false => Some(open_beneath(dir, name, flags)?),
+    };
+    let pin = pin.as_ref().map_or(dir, |pin| pin.as_fd());
+    let stat = rustix::fs::fstat(pin).map_err(EntryFault::Stat)?;
+    chmod_pinned(pin, stat.st_mode & 0o1777 | 0o700)?;
+    open_beneath(pin, c".", OPEN_DIR)
 }
 
 /// Changes the mode of exactly the file that an O_PATH descriptor holds. fchmod refuses such a descriptor, and
 /// fchmodat2 is newer than the oldest supported kernels. /proc/self/fd names the open file itself and not its path,
 /// so nothing is looked up again.
 pub(crate) fn chmod_pinned(pin: BorrowedFd<'_>, mode: u32) -> Result<(), EntryFault> {
-    let path = format!("/proc/self/fd/{}", pin.as_raw_fd());
-    rustix::fs::chmod(path, Mode::from_raw_mode(mode)).map_err(EntryFault::ChangeMode)
+    rustix::fs::chmod(proc_path(pin), Mode::from_raw_mode(mode)).map_err(EntryFault::ChangeMode)
 }

@@ -181,6 +181,43 @@ fn an_export_makes_no_directory_behind_a_link() {
     assert!(to.join("x/y/a").is_file() && to.join("v/w/a").is_file() && to.join("x/z").is_dir());
 }
 
+/// Another thread puts a link in the place of a missing part of the directory all the time, and takes it away again.
+#[test]
+fn an_export_makes_no_directory_behind_a_link_that_appears_meanwhile() {
+    let (scene, outputs, to) = to_export();
+    let outside = scene._dirs[0].path().join("outside");
+    std::fs::create_dir(&outside).unwrap();
+    std::fs::create_dir(&to).unwrap();
+    let part = to.join("part");
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                // Both fail while the part is a directory that the export made.
+                let _ = symlink(&outside, &part);
+                let _ = std::fs::remove_file(&part);
+            }
+        });
+        let (mut done, mut refused) = (0, 0);
+        for _ in 0..20_000 {
+            let deep = part.join("new/deep");
+            match export_all(&scene.store, &outputs[..1], &deep, Overwrite::Never) {
+                Ok(_) => {
+                    std::fs::remove_dir_all(&part).unwrap();
+                    done += 1;
+                }
+                Err(_) => refused += 1,
+            }
+            if done >= 50 && refused >= 50 {
+                break;
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        assert!(done > 0 && refused > 0, "both were met: {done}, {refused}");
+    });
+    assert_eq!(list(&outside).len(), 0);
+}
+
 /// Another thread exchanges the directory and a link all the time.
 #[test]
 fn an_export_never_goes_through_a_link_that_appears_meanwhile() {

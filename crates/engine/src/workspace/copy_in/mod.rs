@@ -1,23 +1,25 @@
 //! `--input PATH[:NAME]`: copies a file or a directory into the workspace.
 //!
-//! The source may be hostile, for example a cloned repository. Therefore everything is opened once, without following
-//! symlinks, and judged by its descriptor. In the workspace each name is a single component below a held descriptor
-//! and is created exclusively. On failure a partial copy remains; the caller removes the workspace.
+//! The source may be hostile; `source.rs` reads it. In the workspace each name is a single component below a held
+//! descriptor and is created exclusively. On failure a partial copy remains; the caller removes the workspace.
 
-use std::ffi::{CStr, CString, OsStr};
+pub(crate) mod source;
+
+use std::ffi::{CStr, OsStr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{
-    AtFlags, Dir, DirEntry, FileType, Gid, Mode, OFlags, ResolveFlags, SeekFrom, Stat, Uid,
-};
+use rustix::fs::{Mode, OFlags, ResolveFlags, Stat, Statx};
 use rustix::io::Errno;
-use store::types::input_name::{self, InputNameError, check_name, stays_inside};
+use store::artifacts::files;
+use store::types::input_name::{self, InputNameError, check_name};
 
-/// The greatest depth of a copied directory. Copying holds three descriptors per level, so this stays well below the
-/// usual limit of 1024.
-pub(crate) const DEPTH_MAX: usize = input_name::DEPTH_MAX;
+use self::source::{SourcePath, SourceVisitor};
+use super::set_owner;
+
+/// The greatest depth of a copied directory. Copying holds one descriptor per level in the workspace, so this stays
+/// well below the usual limit of 1024.
+const DEPTH_MAX: usize = input_name::DEPTH_MAX;
 /// Bytes per copy step. The budget is checked before each step.
 const STEP_BYTES: u64 = 16 << 20;
 const BUFFER_BYTES: usize = 256 * 1024;
@@ -102,301 +104,101 @@ pub fn copy_in(
         source,
     })?;
     let mut copy = InputCopy {
-        owner: owner.map(|(uid, gid)| (Uid::from_raw(uid), Gid::from_raw(gid))),
+        owner,
         budget,
         copied: CopyTotals::default(),
-        workspace: (top.st_dev, top.st_ino),
+        workspace,
+        workspace_inode: (top.st_dev, top.st_ino),
+        directories: Vec::new(),
         buffer: Vec::new(),
     };
-    let at = CopyPath {
+    let at = SourcePath {
         from: source.to_path_buf(),
         to: name.to_path_buf(),
     };
-    let (file, stat) = open_source(source)?;
-    let Some((last, above)) = parts.split_last() else {
-        let name = name.to_path_buf();
-        return Err(InputNameError::BadName { name }.into());
-    };
-    let parent = copy.make_parents(workspace, above, &at)?;
-    let parent = parent.as_ref().map_or(workspace, |p| p.as_fd());
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::Directory => copy.copy_tree(file, stat, parent, last, &at)?,
-        _ => copy.copy_file(file.as_fd(), &stat, parent, last, &at)?,
+    let opened = source::open_source(source)?;
+    let above = parts.split_last().map_or(&[][..], |(_, above)| above);
+    for part in above {
+        copy.enter_parent(part, &at)?;
     }
+    source::visit_source(opened, at, &mut copy)?;
     Ok(copy.copied)
 }
 
-/// Opens a source that the user named. Looks at its type first, because opening some devices has side effects; the
-/// check of the descriptor afterwards decides.
-pub(crate) fn open_source(source: &Path) -> Result<(OwnedFd, Stat), CopyError> {
-    let failed = |e| CopyError::Open {
-        path: source.to_path_buf(),
-        source: e,
-    };
-    let stat = rustix::fs::stat(source).map_err(failed)?;
-    check_kind(FileType::from_raw_mode(stat.st_mode), source)?;
-    // The path was resolved and checked against the policy before, so do not follow a symlink that is there now.
-    let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-    let file = rustix::fs::openat2(rustix::fs::CWD, source, READ, Mode::empty(), resolve)
-        .map_err(failed)?;
-    let stat = rustix::fs::fstat(&file).map_err(failed)?;
-    check_kind(FileType::from_raw_mode(stat.st_mode), source)?;
-    Ok((file, stat))
-}
-
-/// NONBLOCK, so that a FIFO in place of the file does not block.
-const READ: OFlags = OFlags::RDONLY
-    .union(OFlags::CLOEXEC)
-    .union(OFlags::NONBLOCK)
-    .union(OFlags::NOCTTY);
-
-pub(crate) fn check_kind(kind: FileType, path: &Path) -> Result<(), CopyError> {
-    let kind = match kind {
-        FileType::RegularFile | FileType::Directory => return Ok(()),
-        FileType::Fifo => "a FIFO",
-        FileType::Socket => "a socket",
-        FileType::CharacterDevice | FileType::BlockDevice => "a device",
-        _ => "neither file nor directory",
-    };
-    Err(CopyError::Special {
-        path: path.to_path_buf(),
-        kind,
-    })
-}
-
-/// The source and target that are being copied, for messages only.
-#[derive(Clone)]
-struct CopyPath {
-    from: PathBuf,
-    to: PathBuf,
-}
-
-impl CopyPath {
-    fn join(&self, name: &OsStr) -> CopyPath {
-        CopyPath {
-            from: self.from.join(name),
-            to: self.to.join(name),
-        }
-    }
-    fn open(&self) -> impl Fn(Errno) -> CopyError + '_ {
-        |source| CopyError::Open {
-            path: self.from.clone(),
-            source,
-        }
-    }
+/// The errors of a copy, each with the path that it concerns.
+impl SourcePath {
     fn read(&self) -> impl Fn(Errno) -> CopyError + '_ {
         |source| CopyError::Read {
             path: self.from.clone(),
             source,
         }
     }
+
     fn write(&self) -> impl Fn(Errno) -> CopyError + '_ {
         |source| CopyError::Write {
             name: self.to.clone(),
             source,
         }
     }
+
     fn create(&self) -> impl Fn(Errno) -> CopyError + '_ {
         |source| match source {
-            Errno::EXIST => CopyError::Exists {
-                name: self.to.clone(),
-            },
+            Errno::EXIST => self.exists(),
             source => CopyError::Create {
                 name: self.to.clone(),
                 source,
             },
         }
     }
-}
 
-/// A directory that is being copied.
-struct OpenDirectory {
-    entries: Dir,
-    from: OwnedFd,
-    to: OwnedFd,
-    at: CopyPath,
+    fn exists(&self) -> CopyError {
+        CopyError::Exists {
+            name: self.to.clone(),
+        }
+    }
+
+    /// The name of the copy in its directory.
+    fn name(&self) -> &OsStr {
+        self.to.file_name().unwrap_or_default()
+    }
 }
 
 struct InputCopy<'a> {
-    owner: Option<(Uid, Gid)>,
+    owner: Option<(u32, u32)>,
     budget: &'a mut CopyBudget,
     copied: CopyTotals,
-    workspace: (u64, u64),
+    workspace: BorrowedFd<'a>,
+    workspace_inode: (u64, u64),
+    /// The directories from the workspace to the one that is being filled.
+    directories: Vec<OwnedFd>,
     buffer: Vec<u8>,
 }
 
-impl InputCopy<'_> {
-    fn make_parents(
-        &mut self,
-        workspace: BorrowedFd<'_>,
-        parts: &[CString],
-        at: &CopyPath,
-    ) -> Result<Option<OwnedFd>, CopyError> {
-        let mut parent: Option<OwnedFd> = None;
-        for part in parts {
-            let dir = parent.as_ref().map_or(workspace, |p| p.as_fd());
-            parent = Some(match open_workspace_dir(dir, part) {
-                Err(Errno::NOENT) => self.make_dir(dir, part, at)?,
-                // An earlier input has put a file or a symlink there.
-                Err(Errno::NOTDIR | Errno::LOOP) => {
-                    return Err(CopyError::Exists {
-                        name: at.to.clone(),
-                    });
-                }
-                opened => opened.map_err(at.create())?,
-            });
-        }
-        Ok(parent)
-    }
+impl SourceVisitor for InputCopy<'_> {
+    type Error = CopyError;
 
-    fn make_dir(
-        &mut self,
-        parent: BorrowedFd<'_>,
-        name: &CStr,
-        at: &CopyPath,
-    ) -> Result<OwnedFd, CopyError> {
-        self.charge_file(at)?;
-        rustix::fs::mkdirat(parent, name, Mode::RWXU).map_err(at.create())?;
-        let dir = open_workspace_dir(parent, name).map_err(at.create())?;
-        self.set_owner_and_mode(dir.as_fd(), Mode::RWXU, at)?;
-        Ok(dir)
-    }
-
-    /// Sets the owner first, because changing the owner clears mode bits.
-    fn set_owner_and_mode(
-        &self,
-        file: BorrowedFd<'_>,
-        mode: Mode,
-        at: &CopyPath,
-    ) -> Result<(), CopyError> {
-        if let Some((uid, gid)) = self.owner {
-            rustix::fs::fchown(file, Some(uid), Some(gid)).map_err(at.write())?;
-        }
-        rustix::fs::fchmod(file, mode).map_err(at.write())
-    }
-
-    fn copy_tree(
-        &mut self,
-        from: OwnedFd,
-        stat: Stat,
-        parent: BorrowedFd<'_>,
-        name: &CStr,
-        at: &CopyPath,
-    ) -> Result<(), CopyError> {
-        let mut levels = vec![self.enter_directory(from, &stat, parent, name, at.clone())?];
-        while let Some(level) = levels.last_mut() {
-            let next = level.entries.next().transpose().map_err(level.at.read())?;
-            let Some(entry) = next else {
-                levels.pop();
-                continue;
-            };
-            let depth = levels.len() - 1;
-            let below = self.copy_entry(&levels[depth], &entry, depth)?;
-            levels.extend(below);
-        }
-        Ok(())
-    }
-
-    /// Copies one directory entry. Returns a subdirectory for the caller to walk.
-    fn copy_entry(
-        &mut self,
-        level: &OpenDirectory,
-        entry: &DirEntry,
-        depth: usize,
-    ) -> Result<Option<OpenDirectory>, CopyError> {
-        let (from, to, name) = (level.from.as_fd(), level.to.as_fd(), entry.file_name());
-        if name == c"." || name == c".." {
-            return Ok(None);
-        }
-        let at = level.at.join(OsStr::from_bytes(name.to_bytes()));
-        let opened = match entry.file_type() {
-            FileType::Symlink => Err(Errno::LOOP),
-            FileType::Unknown => open_entry(from, name),
-            // Opening some devices has side effects, so check the type that the directory reports first.
-            kind => check_kind(kind, &at.from).map(|()| open_entry(from, name))?,
-        };
-        let (file, stat) = match opened {
-            Err(Errno::LOOP) => return self.copy_link(from, to, name, depth, &at).map(|()| None),
-            opened => opened.map_err(at.open())?,
-        };
-        match FileType::from_raw_mode(stat.st_mode) {
-            FileType::Directory if depth + 1 >= DEPTH_MAX => {
-                Err(CopyError::TooDeep { path: at.from })
-            }
-            FileType::Directory => self.enter_directory(file, &stat, to, name, at).map(Some),
-            _ => self
-                .copy_file(file.as_fd(), &stat, to, name, &at)
-                .map(|()| None),
-        }
-    }
-
-    fn enter_directory(
-        &mut self,
-        from: OwnedFd,
-        stat: &Stat,
-        parent: BorrowedFd<'_>,
-        name: &CStr,
-        at: CopyPath,
-    ) -> Result<OpenDirectory, CopyError> {
+    fn enter_directory(&mut self, stat: &Statx, at: &SourcePath) -> Result<(), CopyError> {
+        let device = rustix::fs::makedev(stat.stx_dev_major, stat.stx_dev_minor);
         // Copying the workspace into itself would end only when the budget is used up.
-        if (stat.st_dev, stat.st_ino) == self.workspace {
-            return Err(CopyError::ContainsWorkspace { path: at.from });
+        if (device, stat.stx_ino) == self.workspace_inode {
+            let path = at.from.clone();
+            return Err(CopyError::ContainsWorkspace { path });
         }
-        let to = self.make_dir(parent, name, &at)?;
-        let entries = Dir::read_from(&from).map_err(at.read())?;
-        Ok(OpenDirectory {
-            entries,
-            from,
-            to,
-            at,
-        })
-    }
-
-    /// Copies a symlink that lies `depth` directories below the copied one, if it does not lead out of the copied
-    /// directory.
-    fn copy_link(
-        &mut self,
-        from: BorrowedFd<'_>,
-        to: BorrowedFd<'_>,
-        name: &CStr,
-        depth: usize,
-        at: &CopyPath,
-    ) -> Result<(), CopyError> {
-        let target = rustix::fs::readlinkat(from, name, Vec::new()).map_err(at.read())?;
-        if !stays_inside(Path::new(OsStr::from_bytes(target.as_bytes())), depth) {
-            let target = PathBuf::from(OsStr::from_bytes(target.as_bytes()));
-            return Err(CopyError::LinkLeadsOut {
-                path: at.from.clone(),
-                target,
-            });
-        }
-        self.charge_file(at)?;
-        rustix::fs::symlinkat(&target, to, name).map_err(at.create())?;
-        if let Some((uid, gid)) = self.owner {
-            rustix::fs::chownat(to, name, Some(uid), Some(gid), AtFlags::SYMLINK_NOFOLLOW)
-                .map_err(at.write())?;
-        }
+        let dir = self.make_dir(at.name(), at)?;
+        self.directories.push(dir);
         Ok(())
     }
 
-    fn copy_file(
-        &mut self,
-        from: BorrowedFd<'_>,
-        stat: &Stat,
-        parent: BorrowedFd<'_>,
-        name: &CStr,
-        at: &CopyPath,
-    ) -> Result<(), CopyError> {
-        check_kind(FileType::from_raw_mode(stat.st_mode), &at.from)?;
+    fn visit_file(&mut self, from: OwnedFd, stat: &Stat, at: &SourcePath) -> Result<(), CopyError> {
         self.charge_file(at)?;
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW;
         let mode = Mode::RUSR | Mode::WUSR;
-        let to =
-            rustix::fs::openat(parent, name, flags | OFlags::CLOEXEC, mode).map_err(at.create())?;
+        let to = rustix::fs::openat(self.parent(), at.name(), flags | OFlags::CLOEXEC, mode)
+            .map_err(at.create())?;
         let size = u64::try_from(stat.st_size).unwrap_or(0);
-        self.copy_content(from, to.as_fd(), size, at)?;
+        self.copy_content(from.as_fd(), to.as_fd(), size, at)?;
         // If the file shrank meanwhile, shorten the copy, so that it is not padded with zeros.
-        let now = rustix::fs::fstat(from).map_err(at.read())?;
+        let now = rustix::fs::fstat(&from).map_err(at.read())?;
         let size = size.min(u64::try_from(now.st_size).unwrap_or(0));
         rustix::fs::ftruncate(&to, size).map_err(at.write())?;
         // Keep only whether the file is executable. Set-id bits and permissions of other users do not belong in the
@@ -408,13 +210,67 @@ impl InputCopy<'_> {
         self.set_owner_and_mode(to.as_fd(), mode, at)
     }
 
+    fn visit_link(&mut self, target: PathBuf, at: &SourcePath) -> Result<(), CopyError> {
+        self.charge_file(at)?;
+        let (parent, name) = (self.parent(), at.name());
+        rustix::fs::symlinkat(&target, parent, name).map_err(at.create())?;
+        set_owner(parent, Path::new(name), self.owner).map_err(at.write())
+    }
+
+    fn leave_directory(&mut self) {
+        self.directories.pop();
+    }
+}
+
+impl InputCopy<'_> {
+    fn parent(&self) -> BorrowedFd<'_> {
+        self.directories
+            .last()
+            .map_or(self.workspace, |dir| dir.as_fd())
+    }
+
+    /// Opens a directory on the way to the copy, or makes it.
+    fn enter_parent(&mut self, name: &CStr, at: &SourcePath) -> Result<(), CopyError> {
+        let dir = match open_workspace_dir(self.parent(), name) {
+            Err(Errno::NOENT) => self.make_dir(name, at)?,
+            // An earlier input has put a file or a symlink there.
+            Err(Errno::NOTDIR | Errno::LOOP) => return Err(at.exists()),
+            opened => opened.map_err(at.create())?,
+        };
+        self.directories.push(dir);
+        Ok(())
+    }
+
+    fn make_dir(
+        &mut self,
+        name: impl rustix::path::Arg + Copy,
+        at: &SourcePath,
+    ) -> Result<OwnedFd, CopyError> {
+        self.charge_file(at)?;
+        rustix::fs::mkdirat(self.parent(), name, Mode::RWXU).map_err(at.create())?;
+        let dir = open_workspace_dir(self.parent(), name).map_err(at.create())?;
+        self.set_owner_and_mode(dir.as_fd(), Mode::RWXU, at)?;
+        Ok(dir)
+    }
+
+    /// Sets the owner first, because changing the owner clears mode bits.
+    fn set_owner_and_mode(
+        &self,
+        file: BorrowedFd<'_>,
+        mode: Mode,
+        at: &SourcePath,
+    ) -> Result<(), CopyError> {
+        set_owner(file, Path::new(""), self.owner).map_err(at.write())?;
+        rustix::fs::fchmod(file, mode).map_err(at.write())
+    }
+
     /// Copies the data of the first `size` bytes. Holes stay holes.
     fn copy_content(
         &mut self,
         from: BorrowedFd<'_>,
         to: BorrowedFd<'_>,
         size: u64,
-        at: &CopyPath,
+        at: &SourcePath,
     ) -> Result<(), CopyError> {
         // A clone shares the blocks but counts in full: writing to it would use up that space.
         if size <= self.budget.bytes && rustix::fs::ioctl_ficlone(to, from).is_ok() {
@@ -422,9 +278,7 @@ impl InputCopy<'_> {
         }
         let mut offset = 0;
         while offset < size {
-            let Some((start, end)) = next_data(from, offset, size).map_err(at.read())? else {
-                break;
-            };
+            let (start, end) = files::next_data(from, offset, size).map_err(at.read())?;
             offset = start;
             while offset < end {
                 let step = STEP_BYTES.min(end - offset);
@@ -446,7 +300,7 @@ impl InputCopy<'_> {
         to: BorrowedFd<'_>,
         offset: u64,
         length: u64,
-        at: &CopyPath,
+        at: &SourcePath,
     ) -> Result<u64, CopyError> {
         let mut done = 0;
         while done < length {
@@ -474,13 +328,13 @@ impl InputCopy<'_> {
             if got == 0 {
                 break;
             }
-            write_all(to, &self.buffer[..got], offset + done).map_err(at.write())?;
+            files::write_all_at(to, &self.buffer[..got], offset + done).map_err(at.write())?;
             done += got as u64;
         }
         Ok(done)
     }
 
-    fn charge_file(&mut self, at: &CopyPath) -> Result<(), CopyError> {
+    fn charge_file(&mut self, at: &SourcePath) -> Result<(), CopyError> {
         match self.budget.files.checked_sub(1) {
             None => Err(CopyError::TooManyFiles {
                 path: at.from.clone(),
@@ -493,7 +347,7 @@ impl InputCopy<'_> {
         }
     }
 
-    fn charge_bytes(&mut self, bytes: u64, at: &CopyPath) -> Result<(), CopyError> {
+    fn charge_bytes(&mut self, bytes: u64, at: &SourcePath) -> Result<(), CopyError> {
         match self.budget.bytes.checked_sub(bytes) {
             None => Err(CopyError::TooManyBytes {
                 path: at.from.clone(),
@@ -508,49 +362,13 @@ impl InputCopy<'_> {
 }
 
 /// Opens a directory in the workspace, without following a symlink or entering a mount.
-fn open_workspace_dir(parent: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, Errno> {
+fn open_workspace_dir(
+    parent: BorrowedFd<'_>,
+    name: impl rustix::path::Arg,
+) -> Result<OwnedFd, Errno> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
     rustix::fs::openat2(parent, name, flags, Mode::empty(), resolve)
-}
-
-/// Opens an entry of a source directory. Mounts are entered; symlinks are not followed, even if one has replaced the
-/// entry meanwhile.
-pub(crate) fn open_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<(OwnedFd, Stat), Errno> {
-    let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS;
-    let file = rustix::fs::openat2(dir, name, READ | OFlags::NOFOLLOW, Mode::empty(), resolve)?;
-    let stat = rustix::fs::fstat(&file)?;
-    Ok((file, stat))
-}
-
-/// The next range of data at or after `offset` and before `size`.
-fn next_data(file: BorrowedFd<'_>, offset: u64, size: u64) -> Result<Option<(u64, u64)>, Errno> {
-    let start = match rustix::fs::seek(file, SeekFrom::Data(offset)) {
-        Ok(start) => start,
-        Err(Errno::NXIO) => return Ok(None),
-        // The file system does not report holes.
-        Err(Errno::INVAL | Errno::OPNOTSUPP) => return Ok(Some((offset, size))),
-        Err(e) => return Err(e),
-    };
-    let end = rustix::fs::seek(file, SeekFrom::Hole(start))
-        .unwrap_or(size)
-        .min(size);
-    Ok((start < end).then_some((start, end)))
-}
-
-fn write_all(file: BorrowedFd<'_>, mut bytes: &[u8], mut offset: u64) -> Result<(), Errno> {
-    while !bytes.is_empty() {
-        match rustix::io::pwrite(file, bytes, offset) {
-            Ok(0) => return Err(Errno::NOSPC),
-            Ok(n) => {
-                bytes = &bytes[n..];
-                offset += n as u64;
-            }
-            Err(Errno::INTR) => {}
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -558,6 +376,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
+    use rustix::fs::FileType;
     use std::fs::{self, File};
     use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 
