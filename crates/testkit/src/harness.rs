@@ -7,6 +7,7 @@ use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -18,6 +19,9 @@ const LEVEL_VARIABLE: &str = "FUMEHOOD_TEST_LEVEL";
 /// With this environment variable a program runs each trial for one identity at one level: for the plain user if the
 /// trial is for everyone, otherwise for root, and at level `full` if the trial exists there.
 const QUICK_VARIABLE: &str = "FUMEHOOD_TEST_QUICK";
+
+/// The file to which test programs append how many seconds each trial took.
+const TIMES_VARIABLE: &str = "FUMEHOOD_TEST_TIMES";
 
 /// The identities that run a trial.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -291,12 +295,18 @@ impl Harness {
         let is_ignored = user == Some(User::Root) && !is_root();
         let is_user = user.is_none_or(|user| is_root() == (user == User::Root));
         let runs_here = is_user && level == TrialLevel::of_this_process();
-        let run = move || match runs_here {
-            true => {
-                (trial.run)();
-                Ok(())
-            }
-            false => self.run_in_another_process(&path, user, level),
+        let title_in_times = title.clone();
+        let run = move || {
+            let start = Instant::now();
+            let result = match runs_here {
+                true => {
+                    (trial.run)();
+                    Ok(())
+                }
+                false => self.run_in_another_process(&path, user, level),
+            };
+            note_time(&title_in_times, start.elapsed());
+            result
         };
         Trial::test(title, run).with_ignored_flag(is_ignored)
     }
@@ -344,4 +354,21 @@ impl Harness {
             .gid(gid);
         command
     }
+}
+
+/// Appends the time of a trial to the file that [`TIMES_VARIABLE`] names. A trial that panics in this process is left out.
+fn note_time(title: &str, took: Duration) {
+    let Some(path) = std::env::var_os(TIMES_VARIABLE) else {
+        return;
+    };
+    let mut times = std::fs::File::options()
+        .append(true)
+        .create(true)
+        .open(path)
+        .expect("the file of times can be opened");
+    // One write, so that lines of several trials do not mix.
+    let line = format!("{:.2} {title}\n", took.as_secs_f64());
+    times
+        .write_all(line.as_bytes())
+        .expect("the file of times can be written");
 }
