@@ -7,6 +7,7 @@ use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
+use std::time::{Duration, Instant};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -18,6 +19,9 @@ const LEVEL_VARIABLE: &str = "FUMEHOOD_TEST_LEVEL";
 /// With this environment variable a program runs each trial for one identity at one level: for the plain user if the
 /// trial is for everyone, otherwise for root, and at level `full` if the trial exists there.
 const QUICK_VARIABLE: &str = "FUMEHOOD_TEST_QUICK";
+
+/// The file to which test programs append how many seconds each trial took.
+const TIMES_VARIABLE: &str = "FUMEHOOD_TEST_TIMES";
 
 /// The identities that run a trial.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,6 +84,11 @@ impl RegisteredTrial {
     /// `FILE::FUNCTION`.
     fn path(&self) -> String {
         trial_path(self.module, self.name)
+    }
+
+    fn is_in(&self, files: &[&str]) -> bool {
+        let path = self.path();
+        files.contains(&path.split("::").next().unwrap_or_default())
     }
 }
 
@@ -171,6 +180,7 @@ pub struct Harness {
     shows_output: bool,
     threads: Option<usize>,
     first_files: &'static [&'static str],
+    spread_files: &'static [&'static str],
     inner_environment: Vec<(&'static str, String)>,
 }
 
@@ -203,6 +213,12 @@ impl Harness {
         self
     }
 
+    /// Spreads the trials of these files evenly over all others, because many of them wait for one another.
+    pub fn with_spread(mut self, files: &'static [&'static str]) -> Harness {
+        self.spread_files = files;
+        self
+    }
+
     /// Sets a variable for the trials of the test account, whose environment is otherwise empty.
     pub fn with_variable(mut self, name: &'static str, value: impl ToString) -> Harness {
         self.inner_environment.push((name, value.to_string()));
@@ -219,12 +235,14 @@ impl Harness {
     pub fn run(self) -> ! {
         let mut registered: Vec<&'static RegisteredTrial> =
             inventory::iter::<RegisteredTrial>().collect();
-        let is_later = |trial: &RegisteredTrial| {
-            let path = trial.path();
-            let file = path.split("::").next().unwrap_or_default();
-            !self.first_files.contains(&file)
-        };
-        registered.sort_by_key(|trial| (is_later(trial), trial.module, trial.line));
+        registered.sort_by_key(|trial| {
+            let is_first = trial.is_in(self.first_files);
+            (!is_first, trial.module, trial.line)
+        });
+        let (spread, others) = registered
+            .into_iter()
+            .partition(|trial| trial.is_in(self.spread_files));
+        let registered = merge_evenly(spread, others);
         if let Some(name) = program::inner_trial() {
             let trial = registered.into_iter().find(|trial| trial.path() == name);
             let trial = trial.unwrap_or_else(|| panic!("there is no trial {name}"));
@@ -291,12 +309,18 @@ impl Harness {
         let is_ignored = user == Some(User::Root) && !is_root();
         let is_user = user.is_none_or(|user| is_root() == (user == User::Root));
         let runs_here = is_user && level == TrialLevel::of_this_process();
-        let run = move || match runs_here {
-            true => {
-                (trial.run)();
-                Ok(())
-            }
-            false => self.run_in_another_process(&path, user, level),
+        let title_in_times = title.clone();
+        let run = move || {
+            let start = Instant::now();
+            let result = match runs_here {
+                true => {
+                    (trial.run)();
+                    Ok(())
+                }
+                false => self.run_in_another_process(&path, user, level),
+            };
+            note_time(&title_in_times, start.elapsed());
+            result
         };
         Trial::test(title, run).with_ignored_flag(is_ignored)
     }
@@ -343,5 +367,46 @@ impl Harness {
             .uid(uid)
             .gid(gid);
         command
+    }
+}
+
+/// Merges two lists so that the elements of each are evenly spaced. Keeps the order of each.
+fn merge_evenly<T>(first: Vec<T>, second: Vec<T>) -> Vec<T> {
+    let mut placed: Vec<(f64, T)> = Vec::new();
+    for list in [first, second] {
+        let length = list.len() as f64;
+        let places = (0..list.len()).map(|n| (n as f64 + 0.5) / length);
+        placed.extend(places.zip(list));
+    }
+    placed.sort_by(|(one, _), (other, _)| one.total_cmp(other));
+    placed.into_iter().map(|(_, element)| element).collect()
+}
+
+/// Appends the time of a trial to the file that [`TIMES_VARIABLE`] names. A trial that panics in this process is left out.
+fn note_time(title: &str, took: Duration) {
+    let Some(path) = std::env::var_os(TIMES_VARIABLE) else {
+        return;
+    };
+    let mut times = std::fs::File::options()
+        .append(true)
+        .create(true)
+        .open(path)
+        .expect("the file of times can be opened");
+    // One write, so that lines of several trials do not mix.
+    let line = format!("{:.2} {title}\n", took.as_secs_f64());
+    times
+        .write_all(line.as_bytes())
+        .expect("the file of times can be written");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::merge_evenly;
+
+    #[test]
+    fn merged_lists_keep_their_order_and_are_evenly_spaced() {
+        let merged = merge_evenly(vec![1, 2], vec![10, 11, 12, 13, 14, 15]);
+        assert_eq!(merged, [10, 1, 11, 12, 13, 2, 14, 15]);
+        assert_eq!(merge_evenly(vec![], vec![1, 2]), [1, 2]);
     }
 }

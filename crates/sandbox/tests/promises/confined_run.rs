@@ -600,15 +600,30 @@ pub fn compile(source: &str, at: &Path) {
     assert!(gcc.wait().unwrap().success(), "gcc failed");
 }
 
-/// A lock for trials that fill a disk or a directory. The watch charges what it cannot measure by the growth of the whole file
-/// system, so two such trials at once would each be charged for both.
-pub fn alone() -> std::fs::File {
-    const LOCK: &str = "/var/tmp/fumehood-tests-alone";
+/// What the host has once, so that trials which measure or use up much of it must not run at the same time.
+#[derive(Clone, Copy)]
+pub enum HostResource {
+    /// The file system of the workspaces. The watch charges what it cannot measure by the growth of the whole file system, so
+    /// two trials that fill it would each be charged for both.
+    Disk,
+    /// Memory. The watch charges what no process shows by the growth of what the kernel reports for the whole host.
+    Memory,
+    /// Open files, which the kernel counts for the whole host.
+    OpenFiles,
+}
+
+/// Waits until no other trial has this resource, in this process or another, and keeps others from it while the file is open.
+pub fn alone_with(resource: HostResource) -> std::fs::File {
+    let lock = match resource {
+        HostResource::Disk => "/var/tmp/fumehood-tests-alone",
+        HostResource::Memory => "/var/tmp/fumehood-tests-alone-memory",
+        HostResource::OpenFiles => "/var/tmp/fumehood-tests-alone-open-files",
+    };
     // The file is opened without O_CREAT first: fs.protected_regular refuses O_CREAT for another user's file in a sticky
     // directory.
-    let opened = std::fs::File::open(LOCK).or_else(|_| {
-        let _made_by_another = std::fs::File::create(LOCK);
-        std::fs::File::open(LOCK)
+    let opened = std::fs::File::open(lock).or_else(|_| {
+        let _made_by_another = std::fs::File::create(lock);
+        std::fs::File::open(lock)
     });
     let lock = opened.unwrap();
     rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();

@@ -22,7 +22,7 @@ use crate::confined_run::{
 };
 use crate::p07_others::{HeldRun, HostProcess, host_pids};
 use crate::p10_limits::HIDE;
-use crate::p11_deadline::{kill_marked, left_of, new_marker, wait_for_none};
+use crate::p11_deadline::{kill_marked, left_of, new_marker, up_before_deadline, wait_for_none};
 
 /// For each act of the table, the trials that try it at this level.
 #[rustfmt::skip]
@@ -669,15 +669,17 @@ while True: signal.pause()
     // Control: processes that do not hide.
     for hidden in ["False", "True"] {
         for with_group in [true, false] {
-            let mut confined = ConfinedRun::python(&script.replace("HIDDEN", hidden))
-                .limits(|l| (l.wall_ms, l.grace_ms) = (1500, 100));
-            confined.with_group = with_group;
-            let ran = confined.run();
+            let ran = up_before_deadline(1500, |wall_ms| {
+                let mut confined = ConfinedRun::python(&script.replace("HIDDEN", hidden))
+                    .limits(|l| (l.wall_ms, l.grace_ms) = (wall_ms, 100));
+                confined.with_group = with_group;
+                confined.run()
+            });
             let left = left_of(&marker);
             kill_marked(&marker);
             assert_eq!(left, [0i32; 0], "{hidden} {with_group} {}", ran.all());
             assert!(
-                ran.printed("up") && ran.outcome.all_dead,
+                ran.outcome.all_dead,
                 "hidden: {hidden}, group: {with_group}\n{}",
                 ran.all()
             );

@@ -44,5 +44,11 @@ fn main() {
         p12_runner_death::play(&role);
         return;
     }
-    Harness::new().with_levels().run();
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    Harness::new()
+        .with_levels()
+        // Most trials wait for deadlines and for the passes of the watch.
+        .with_threads(2 * cpus)
+        .with_spread(&["p10_hidden_usage", "p10_limits", "p10_watch"])
+        .run();
 }

@@ -10,9 +10,9 @@ use std::process::{Command, Stdio};
 use sandbox::outcome::Stop;
 use testkit::trial;
 
-use crate::confined_run::{ConfinedRun, alone, unconfined};
+use crate::confined_run::{ConfinedRun, HostResource, alone_with, unconfined};
 use crate::p10_limits::{DISK, MIB, WRITES, disk_limited, files_limited, stopped, unstopped};
-use crate::p11_deadline::{Fifo, new_marker, wait_for_marked};
+use crate::p11_deadline::{Fifo, new_marker, up_before_deadline, wait_for_marked};
 
 /// In a directory with mode 400 the names can be read, and the files cannot be inspected.
 const BEHIND_MODE_400: &str = "
@@ -43,7 +43,7 @@ trial!(
 /// Children that nobody waits for take the disk, so that no counter shows it, right after a measurement. They give it back before
 /// the next measurement, a second later.
 fn disk_that_is_taken_and_given_back_between_two_seconds() {
-    let _alone = alone();
+    let _alone = alone_with(HostResource::Disk);
     let run = |count: u64| {
         // RLIMIT_FSIZE holds each file to the limit.
         let script = format!(
@@ -72,7 +72,7 @@ trial!(
 );
 /// Hard links take no byte and no inode.
 fn names_that_are_made_and_removed_between_two_seconds() {
-    let _alone = alone();
+    let _alone = alone_with(HostResource::Disk);
     let run = |count: u64| {
         let script = format!(
             "{WRITES}
@@ -95,7 +95,7 @@ trial!(
 );
 /// The program is charged for the files that are there, not for those that were.
 fn deleted_files_are_not_charged_beside_an_unreadable_directory() {
-    let _alone = alone();
+    let _alone = alone_with(HostResource::Disk);
     let script = format!(
         "{WRITES}
 os.mkdir('closed')
@@ -123,7 +123,7 @@ trial!(
 /// started.
 fn bytes_that_other_processes_wrote_before_the_start_are_not_charged() {
     const LARGE: u64 = 3 << 30;
-    let _alone = alone();
+    let _alone = alone_with(HostResource::Disk);
     let confined = || {
         ConfinedRun::sh("mkdir d; chmod 000 d; sleep 0.6; chmod 700 d; echo up")
             .limits(|l| l.disk_bytes = LARGE / 3)
@@ -494,14 +494,15 @@ int main(void) {
     for (;;) pause();
 }"#;
     let marker = new_marker();
-    let limits = |l: &mut sandbox::spec::Limits| (l.wall_ms, l.grace_ms, l.pids) = (4000, 200, 512);
-    let mut confined = ConfinedRun::new(&["/bin/true"]).limits(limits);
-    confined.with_group = false;
-    let line = confined.workspace().join("line");
-    crate::confined_run::compile(source, &line);
-    confined.command(&[&line, Path::new(&marker)]);
-    let ran = confined.run();
-    assert!(ran.printed("up"), "{}", ran.all());
+    let ran = up_before_deadline(2000, |wall_ms| {
+        let mut confined = ConfinedRun::new(&["/bin/true"])
+            .limits(|l| (l.wall_ms, l.grace_ms, l.pids) = (wall_ms, 200, 512));
+        confined.with_group = false;
+        let line = confined.workspace().join("line");
+        crate::confined_run::compile(source, &line);
+        confined.command(&[&line, Path::new(&marker)]);
+        confined.run()
+    });
     assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
     assert!(ran.outcome.all_dead, "{}", ran.all());
     assert_eq!(crate::p11_deadline::left_of(&marker), [0i32; 0]);

@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use sandbox::outcome::Stop;
 use testkit::trial;
 
-use crate::confined_run::{ConfinedResult, ConfinedRun, alone};
+use crate::confined_run::{ConfinedResult, ConfinedRun, HostResource, alone_with};
 use crate::p10_limits::{stopped, unstopped};
 use crate::p11_deadline::{new_marker, wait_for_marked};
 
@@ -44,7 +44,7 @@ fn goes_on(ran: &ConfinedResult) {
 trial!(Everyone, open_files_of_all_processes);
 /// Each process has fewer than its own limit, and fewer than all may have.
 fn open_files_of_all_processes() {
-    let _the_hosts_count_is_ours = alone();
+    let _alone = alone_with(HostResource::OpenFiles);
     let act = "
 def open_files():
     for n in range(2000): os.open('/dev/null', os.O_RDONLY)
@@ -68,7 +68,7 @@ for _ in range(8): os.read(reader, 1)
 trial!(Everyone, open_files_that_only_mappings_hold);
 /// Also of a process that cannot be looked into.
 fn open_files_that_only_mappings_hold() {
-    let _the_hosts_count_is_ours = alone();
+    let _alone = alone_with(HostResource::OpenFiles);
     let act = |hide: &str| format!("{MAPPINGS}\n{hide}\nhold(16000)");
     let hidden = act("PR_SET_DUMPABLE = 4; libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)");
     stopped(&run(&act(""), Some(SHARE)), Stop::OpenFiles);
@@ -80,7 +80,7 @@ fn open_files_that_only_mappings_hold() {
 trial!(Everyone, open_files_of_others_stop_nobody);
 /// Another process opens more than the run's share while the run has few.
 fn open_files_of_others_stop_nobody() {
-    let _the_hosts_count_is_ours = alone();
+    let _alone = alone_with(HostResource::OpenFiles);
     let marker = new_marker();
     let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
     let act =

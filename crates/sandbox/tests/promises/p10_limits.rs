@@ -8,7 +8,7 @@ use sandbox::outcome::{Exit, Stop};
 use sandbox::spec::{Layer, WorkspaceKind};
 use testkit::{is_root, trial};
 
-use crate::confined_run::{ConfinedResult, ConfinedRun, alone, at_landlock};
+use crate::confined_run::{ConfinedResult, ConfinedRun, HostResource, alone_with, at_landlock};
 use crate::p11_deadline::{new_marker, wait_for_marked};
 
 pub const MIB: u64 = 1 << 20;
@@ -654,7 +654,7 @@ fn writing(act: &str, total_mib: u64, disk_bytes: u64) -> ConfinedResult {
 
 /// The limit stops an act that writes far more; the same act with a higher limit is not stopped.
 pub fn disk_limited(act: &str, total_mib: u64) {
-    let _alone = alone();
+    let _alone = alone_with(HostResource::Disk);
     let ran = writing(act, total_mib, DISK);
     stopped(&ran, Stop::Disk);
     let written = ran.stdout.matches('.').count() as u64 * MIB;
@@ -688,7 +688,7 @@ try:
 except OSError as e:
     print('far out', errno.errorcode[e.errno], flush=True)
 ";
-    let _alone = alone();
+    let _alone = alone_with(HostResource::Disk);
     let ran = writing(act, 512, DISK);
     // The kernel holds a single file to the limit exactly, so nothing has to be stopped.
     unstopped(&ran);
@@ -1102,7 +1102,7 @@ print('allocated', os.fstat(fd).st_blocks >= 2048)
 // Files.
 
 pub fn files_limited(act: &str) {
-    let _alone = alone();
+    let _alone = alone_with(HostResource::Disk);
     let run = |count: u64, most: u64| {
         let script = format!(
             "{WRITES}\nCOUNT = {count}\n{act}\nprint('made all', flush=True)\ntime.sleep(3 if COUNT > 500 else 0)"

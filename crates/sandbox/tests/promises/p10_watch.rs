@@ -11,7 +11,7 @@ use sandbox::spec::WorkspaceKind;
 use testkit::trial;
 
 use crate::confined_run::{
-    ConfinedResult, ConfinedRun, alone, attempts, compile, unconfined, verdict,
+    ConfinedResult, ConfinedRun, HostResource, alone_with, attempts, compile, unconfined, verdict,
 };
 use crate::p10_limits::{DISK, MIB, WRITES, files_limited, stopped, unstopped};
 use crate::p11_deadline::Fifo;
@@ -109,7 +109,7 @@ fn run_c(act: &str, total_mib: u64, change: impl FnOnce(&mut ConfinedRun)) -> Co
 }
 
 fn disk_limited(act: &str, total_mib: u64, change: impl Fn(&mut ConfinedRun)) {
-    let _alone = alone();
+    let _alone = alone_with(HostResource::Disk);
     let run = |total: u64, disk_bytes: u64| {
         run_c(act, total, |confined| {
             change(confined);
@@ -143,7 +143,7 @@ trial!(
 );
 /// Growth of the file system that is not the run's is not charged to the run, however much the run has written itself.
 fn growth_by_other_processes_does_not_stop_a_run_that_rewrites_files() {
-    let _alone = alone();
+    let _alone = alone_with(HostResource::Disk);
     let act = format!(
         "{WRITES}
 import threading
@@ -345,7 +345,7 @@ fn c_memory_limited(act: &str) {
             confined.spec.limits.memory_bytes = memory_bytes;
         })
     };
-    let _alone = alone();
+    let _alone = alone_with(HostResource::Memory);
     memory_limited(run, 96 * MIB);
 }
 
@@ -387,7 +387,7 @@ time.sleep(1.5)
         confined.with_group = false;
         confined.run()
     };
-    let _alone = alone();
+    let _alone = alone_with(HostResource::Memory);
     memory_limited(run, 96 * MIB);
 }
 
@@ -472,7 +472,7 @@ static void pin(int folios) {
 
 trial!(Everyone, memory_held_by_pipes);
 fn memory_held_by_pipes() {
-    let _alone = alone();
+    let _alone = alone_with(HostResource::Memory);
     let act = format!("{PIN}static void attack(char **argv) {{ pin(atoi(argv[1]) / 2); }}");
     let run = |memory_bytes| {
         run_c(&act, 768, |confined| {

@@ -1,18 +1,19 @@
 //! P17: how a run ended comes from kernel facts, exactly, and the program cannot forge it.
 
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use sandbox::outcome::{Exit, Stop};
 use sandbox::spec::{Bytes, HostPath, InsidePath, ProgramIdentity, SpecError};
 use sandbox::supervise::RunError;
 use testkit::{is_root, trial};
 
-use crate::confined_run::{
-    ConfinedResult, ConfinedRun, alone, at_landlock, chain, compile, host_dir, path_of,
-};
+use crate::confined_run::{ConfinedResult, ConfinedRun, at_landlock, chain, host_dir, path_of};
+use crate::p11_deadline::{new_marker, up_before_deadline, wait_for_marked, wait_for_none};
 
 trial!(Everyone, exit_codes_arrive);
 fn exit_codes_arrive() {
@@ -270,38 +271,85 @@ os._exit(7)
     assert!(ran.printed("itself too"), "{}", ran.all());
 }
 
-trial!(Root, an_end_before_the_deadline_is_no_timeout);
-/// Measuring the files that the program leaves takes longer than the time to the deadline.
-fn an_end_before_the_deadline_is_no_timeout() {
-    const SOURCE: &str = r#"
-#include <stdio.h>
-#include <sys/stat.h>
-#include <time.h>
-#include <unistd.h>
-int main(void) {
-    struct timespec start, now;
-    char name[64];
-    clock_gettime(CLOCK_MONOTONIC, &start);
-    for (int n = 0;; n++) {
-        snprintf(name, sizeof name, "d%d", n / 1000);
-        if (n % 1000 == 0 && mkdir(name, 0700) != 0) _exit(1);
-        snprintf(name, sizeof name, "d%d/%d", n / 1000, n);
-        if (mkdir(name, 0700) != 0) _exit(2);
-        clock_gettime(CLOCK_MONOTONIC, &now);
-        if (now.tv_sec - start.tv_sec + (now.tv_nsec - start.tv_nsec) / 1e9 >= 9.5) _exit(7);
-    }
+/// Stops a thread with ptrace, prints so, and lets the thread go on when standard input ends.
+const STOP_A_THREAD: &str = "
+import ctypes, os, sys
+PTRACE_SEIZE, PTRACE_INTERRUPT, WALL = 0x4206, 0x4207, 0x40000000
+process, thread = int(sys.argv[1]), int(sys.argv[2])
+libc = ctypes.CDLL(None, use_errno=True)
+def ptrace(request):
+    if libc.ptrace(ctypes.c_long(request), ctypes.c_long(thread), None, None) != 0:
+        sys.exit(os.strerror(ctypes.get_errno()))
+# A thread that waits for its next turn holds no lock that the others need.
+while open(f'/proc/{process}/task/{thread}/stat').read().rpartition(')')[2].split()[0] != 'S': pass
+ptrace(PTRACE_SEIZE)
+ptrace(PTRACE_INTERRUPT)
+os.waitpid(thread, WALL)
+print('stopped', flush=True)
+sys.stdin.read()
+";
+
+/// A run that exits with 7 before its deadline, while the watch thread of its init is stopped until well after the deadline;
+/// and whether the run ended only after the watch thread went on. None if the program did not end in time.
+fn ended_before_the_deadline(wall: Duration) -> Option<(ConfinedResult, bool)> {
+    /// The runner waits for a silent init until 0.7 seconds after the deadline.
+    const AFTER_THE_DEADLINE: Duration = Duration::from_millis(1500);
+    let marker = new_marker();
+    let mut confined = ConfinedRun::sh(&format!(": {marker}; read line; exit 7"))
+        .limits(|l| (l.wall_ms, l.grace_ms) = (wall.as_millis() as u64, 0));
+    let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
+    confined.stdin = Some(read);
+    let earliest_start = Instant::now();
+    std::thread::scope(|scope| {
+        let run = scope.spawn(|| (confined.run(), Instant::now()));
+        let program = wait_for_marked(&marker, 1)[0];
+        let latest_start = Instant::now();
+        let mut stopper = stop_watch_thread(program);
+        drop(write);
+        wait_for_none(&marker);
+        let is_in_time = earliest_start.elapsed() < wall;
+        let release_at = latest_start + wall + AFTER_THE_DEADLINE;
+        std::thread::sleep(release_at.saturating_duration_since(Instant::now()));
+        drop(stopper.stdin.take());
+        assert!(stopper.wait().unwrap().success());
+        let (ran, ended_at) = run.join().unwrap();
+        is_in_time.then_some((ran, ended_at > release_at))
+    })
 }
-"#;
-    let _alone = alone();
-    let mut confined = ConfinedRun::new(&["/bin/true"])
-        .limits(|l| (l.wall_ms, l.grace_ms) = (10_000, 0))
-        .limits(|l| (l.files, l.disk_bytes) = (100_000_000, 64 << 30));
-    let program = confined.workspace().join("attack");
-    compile(SOURCE, &program);
-    confined.command(&[&program]);
-    let ran = confined.run();
+
+/// Stops the watch thread of the init of this program. Init makes the watch thread before its other threads.
+fn stop_watch_thread(program: i32) -> Child {
+    let status = std::fs::read_to_string(format!("/proc/{program}/status")).unwrap();
+    let init = status.lines().find_map(|l| l.strip_prefix("PPid:"));
+    let init: i32 = init.unwrap().trim().parse().unwrap();
+    let threads = std::fs::read_dir(format!("/proc/{init}/task")).unwrap();
+    let threads = threads.map(|t| t.unwrap().file_name().to_str().unwrap().parse().unwrap());
+    let watch_thread: i32 = threads.filter(|thread| *thread != init).min().unwrap();
+    let mut stopper = Command::new("/usr/bin/python3")
+        .args(["-I", "-c", STOP_A_THREAD])
+        .args([init.to_string(), watch_thread.to_string()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    let mut out = BufReader::new(stopper.stdout.take().unwrap());
+    out.read_line(&mut line).unwrap();
+    assert_eq!(line, "stopped\n");
+    stopper
+}
+
+trial!(Root, an_end_before_the_deadline_is_no_timeout);
+/// The last measurement of the files takes until after the deadline.
+fn an_end_before_the_deadline_is_no_timeout() {
+    // On a busy machine a program takes seconds to start and to end.
+    let ran = [2, 4, 7].map(Duration::from_secs).into_iter();
+    let ran = ran.filter_map(ended_before_the_deadline).next();
+    let (ran, has_waited) = ran.expect("the program ends within seven seconds");
     let end = (ran.outcome.exit, ran.outcome.stop);
     assert_eq!(end, (Some(Exit::Code(7)), None), "{}", ran.all());
+    // Control: the last measurement waited for the watch thread.
+    assert!(has_waited, "{}", ran.all());
 }
 
 trial!(Everyone, words_are_not_facts);
@@ -379,11 +427,18 @@ time.sleep(60)
     }
 }
 
+const IGNORES_SIGTERM: &str = "
+import signal, time
+signal.signal(15, signal.SIG_IGN)
+print('up', flush=True)
+time.sleep(60)
+";
+
 trial!(Root, causes_of_death_are_told_apart);
 fn causes_of_death_are_told_apart() {
     let run = |script: &str| {
         ConfinedRun::python(script)
-            .limits(|l| (l.memory_bytes, l.wall_ms) = (96 << 20, 2000))
+            .limits(|l| l.memory_bytes = 96 << 20)
             .run()
     };
     let facts = |ran: &ConfinedResult| {
@@ -398,7 +453,11 @@ fn causes_of_death_are_told_apart() {
     assert_eq!(facts(&oom), (kill, None, true), "{}", oom.all());
     let own = run("os.kill(os.getpid(), 9)");
     assert_eq!(facts(&own), (kill, None, false), "{}", own.all());
-    let late = run("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)");
+    let late = up_before_deadline(1000, |wall_ms| {
+        ConfinedRun::python(IGNORES_SIGTERM)
+            .limits(|l| (l.memory_bytes, l.wall_ms) = (96 << 20, wall_ms))
+            .run()
+    });
     assert_eq!(
         facts(&late),
         (kill, Some(Stop::WallTime), false),
@@ -491,12 +550,13 @@ def child():
 
 trial!(Everyone, causes_of_death_without_a_group);
 fn causes_of_death_without_a_group() {
-    let run = |script: &str| {
-        let mut confined =
-            ConfinedRun::python(script).limits(|l| (l.memory_bytes, l.wall_ms) = (96 << 20, 3000));
+    let run_within = |script: &str, wall_ms: u64| {
+        let mut confined = ConfinedRun::python(script)
+            .limits(|l| (l.memory_bytes, l.wall_ms) = (96 << 20, wall_ms));
         confined.with_group = false;
         confined.run()
     };
+    let run = |script: &str| run_within(script, 60_000);
     let facts = |ran: &ConfinedResult| (ran.outcome.exit, ran.stop());
     let kill = Some(Exit::Signal(libc::SIGKILL));
     let memory = run("import time\nx = b'x' * (192 << 20)\ntime.sleep(60)");
@@ -508,7 +568,7 @@ fn causes_of_death_without_a_group() {
     );
     let own = run("os.kill(os.getpid(), 9)");
     assert_eq!(facts(&own), (kill, None), "{}", own.all());
-    let late = run("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(60)");
+    let late = up_before_deadline(1000, |wall_ms| run_within(IGNORES_SIGTERM, wall_ms));
     assert_eq!(facts(&late), (kill, Some(Stop::WallTime)), "{}", late.all());
     let crash = run("ctypes.string_at(0)");
     assert_eq!(
