@@ -7,6 +7,7 @@
 
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
+use std::rc::Rc;
 
 use rustix::fs::{FileType, Stat};
 
@@ -43,7 +44,8 @@ fn has_changes_at(
     budget: &mut ReadBudget,
     depth: usize,
 ) -> Result<bool, GitUnknown> {
-    let (index, written) = read_index(repository, commit.len()).ok_or(GitUnknown::Index)?;
+    let (data, written) = read_index(repository).ok_or(GitUnknown::Index)?;
+    let index = GitIndex::parse(&data, commit.len()).ok_or(GitUnknown::Index)?;
     let mut objects = GitObjects::open(&repository.common, commit.len());
     if index.entries.iter().any(|e| e.conflict || e.to_be_added) {
         return Ok(true);
@@ -61,26 +63,22 @@ fn has_changes_at(
         depth,
     };
     // One proven change outweighs everything that could not be found out.
-    let changed = files.any_changed(budget)?;
-    match changed {
+    match files.any_changed(budget)? {
         true => Ok(true),
         false => staged,
     }
 }
 
 /// Reads the index, and the time when it was written.
-fn read_index(repository: &Repository, id_bytes: usize) -> Option<(GitIndex, IndexTime)> {
+fn read_index(repository: &Repository) -> Option<(Vec<u8>, IndexTime)> {
     let file = repository.git.open_file(b"index").ok()?;
     let meta = file.metadata().ok()?;
-    let written = time(meta.mtime(), meta.mtime_nsec() as u64);
     let mut data = Vec::new();
     file.take(index::BYTES_MAX as u64 + 1)
         .read_to_end(&mut data)
         .ok()?;
-    if data.len() > index::BYTES_MAX {
-        return None;
-    }
-    Some((GitIndex::parse(data, id_bytes)?, written))
+    let written = time(meta.mtime(), meta.mtime_nsec() as u64);
+    (data.len() <= index::BYTES_MAX).then_some((data, written))
 }
 
 fn time(seconds: i64, nanos: u64) -> IndexTime {
@@ -92,7 +90,7 @@ fn time(seconds: i64, nanos: u64) -> IndexTime {
 
 /// Whether the index differs from the commit's tree.
 fn differs_from_commit(
-    index: &GitIndex,
+    index: &GitIndex<'_>,
     objects: &mut GitObjects,
     commit: &[u8],
     budget: &mut ReadBudget,
@@ -112,8 +110,8 @@ fn differs_from_commit(
 
 /// Whether `entries`, which are all entries of the index below `prefix`, match the tree.
 fn same_tree(
-    index: &GitIndex,
-    entries: &[IndexEntry],
+    index: &GitIndex<'_>,
+    entries: &[IndexEntry<'_>],
     tree: &[u8],
     prefix: &mut Vec<u8>,
     objects: &mut GitObjects,
@@ -137,7 +135,7 @@ fn same_tree(
         let run = match part.mode & TYPE {
             DIRECTORY => {
                 prefix.push(b'/');
-                let below = |e: &&IndexEntry| index.path(e).starts_with(prefix);
+                let below = |e: &&IndexEntry<'_>| index.path(e).starts_with(prefix);
                 let run = rest.iter().take_while(below).count();
                 if run == 0 || !same_tree(index, &rest[..run], part.id, prefix, objects, budget)? {
                     return Some(false);
@@ -147,7 +145,7 @@ fn same_tree(
             _ => {
                 let same = rest.first().is_some_and(|e| {
                     index.path(e) == prefix.as_slice()
-                        && index.id(e) == part.id
+                        && e.id == part.id
                         && plain_mode(e.mode) == plain_mode(part.mode)
                 });
                 if !same {
@@ -167,20 +165,14 @@ fn plain_mode(mode: u32) -> (u32, bool) {
     (mode & TYPE, mode & TYPE == REGULAR && mode & 0o100 != 0)
 }
 
-/// The result of checking one file.
-enum FileState {
-    Same,
-    Changed,
-}
-
 struct FileChecker<'a> {
     repository: &'a Repository,
-    index: &'a GitIndex,
+    index: &'a GitIndex<'a>,
     written: IndexTime,
     objects: GitObjects,
     /// The directory of the previous file, which usually is that of the next too. The inner `None` means that it does
     /// not exist.
-    dir: Option<(&'a [u8], Option<InspectedDir>)>,
+    dir: Option<(&'a [u8], Option<Rc<InspectedDir>>)>,
     depth: usize,
 }
 
@@ -192,22 +184,21 @@ impl<'a> FileChecker<'a> {
             if n % STRIDE == 0 && !budget.has_time() {
                 return Err(GitUnknown::TooLarge);
             }
-            match self.check_file(entry, budget) {
-                Ok(FileState::Same) => {}
-                Ok(FileState::Changed) => return Ok(true),
+            match self.is_changed(entry, budget) {
+                Ok(false) => {}
+                Ok(true) => return Ok(true),
                 Err(why) => unknown = unknown.or(Some(why)),
             }
         }
         unknown.map_or(Ok(false), Err)
     }
 
-    fn check_file(
+    fn is_changed(
         &mut self,
-        entry: &IndexEntry,
+        entry: &IndexEntry<'_>,
         budget: &mut ReadBudget,
-    ) -> Result<FileState, GitUnknown> {
-        let index = self.index;
-        let path = index.path(entry);
+    ) -> Result<bool, GitUnknown> {
+        let path = self.index.path(entry);
         let (above, name) = match path.iter().rposition(|b| *b == b'/') {
             Some(slash) => (&path[..slash], &path[slash + 1..]),
             None => (b".".as_slice(), path),
@@ -215,117 +206,92 @@ impl<'a> FileChecker<'a> {
         if matches!(name, b"" | b"." | b"..") {
             return Err(GitUnknown::Index);
         }
-        let gone = match entry.not_checked_out {
-            true => Ok(FileState::Same),
-            false => Ok(FileState::Changed),
-        };
-        self.open_parent(above)?;
-        let Some((_, Some(dir))) = &self.dir else {
-            return gone;
+        let Some(dir) = self.open_parent(above)? else {
+            return Ok(!entry.not_checked_out);
         };
         let Some(stat) = dir.stat(name).map_err(GitUnknown::Unreadable)? else {
-            return gone;
+            return Ok(!entry.not_checked_out);
         };
-        let kind = FileType::from_raw_mode(stat.st_mode);
-        match (entry.mode & TYPE, kind) {
+        match (entry.mode & TYPE, FileType::from_raw_mode(stat.st_mode)) {
             (REGULAR, FileType::RegularFile) => {
                 if (entry.mode ^ stat.st_mode) & 0o100 != 0 {
-                    return Ok(FileState::Changed);
+                    return Ok(true);
                 }
             }
             (SYMLINK, FileType::Symlink) => {}
-            (SUBMODULE, FileType::Directory) => return self.check_submodule(entry, name, budget),
-            (REGULAR | SYMLINK | SUBMODULE, _) => return Ok(FileState::Changed),
+            (SUBMODULE, FileType::Directory) => {
+                return self.is_submodule_changed(entry, &dir, name, budget);
+            }
+            (REGULAR | SYMLINK | SUBMODULE, _) => return Ok(true),
             _ => return Err(GitUnknown::Index),
         }
         // Git also uses size 0 to mark an entry as uncertain.
         if stat.st_size as u32 != entry.size && entry.size != 0 {
-            return Ok(FileState::Changed);
+            return Ok(true);
         }
-        match matches_index(entry, &stat, self.written) {
-            true => Ok(FileState::Same),
-            false => self.compare(entry, name, &stat, budget),
+        if matches_index(entry, &stat, self.written) {
+            return Ok(false);
         }
-    }
-
-    /// Opens the directory of a file, without following symlinks: git too treats a file behind a symlink as missing.
-    fn open_parent(&mut self, above: &'a [u8]) -> Result<(), GitUnknown> {
-        use std::io::ErrorKind::{NotADirectory, NotFound};
-        if self.dir.as_ref().is_some_and(|(path, _)| *path == above) {
-            return Ok(());
-        }
-        let dir = match self.repository.work.open_dir(above) {
-            Ok(dir) => Some(dir),
-            Err(error) if matches!(error.kind(), NotFound | NotADirectory) => None,
-            Err(error) if error.raw_os_error() == Some(rustix::io::Errno::LOOP.raw_os_error()) => {
-                None
-            }
-            Err(error) => return Err(GitUnknown::Unreadable(error)),
-        };
-        self.dir = Some((above, dir));
-        Ok(())
-    }
-
-    /// Compares a file with its blob.
-    fn compare(
-        &mut self,
-        entry: &IndexEntry,
-        name: &[u8],
-        stat: &Stat,
-        budget: &mut ReadBudget,
-    ) -> Result<FileState, GitUnknown> {
-        let Some((_, Some(dir))) = &self.dir else {
-            return Err(GitUnknown::Index);
-        };
         let file = match FileType::from_raw_mode(stat.st_mode) {
             FileType::Symlink => dir.read_link(name),
             _ => dir.read_whole(name, FILE_BYTES_MAX),
         };
         let file = file.map_err(|_| GitUnknown::Content)?;
         budget.spend(file.len()).ok_or(GitUnknown::TooLarge)?;
-        let id = self.index.id(entry);
-        let blob = self.objects.read(id, ObjectKind::Blob, budget);
+        let blob = self.objects.read(entry.id, ObjectKind::Blob, budget);
         match blob.ok_or(GitUnknown::Content)? {
-            blob if blob == file => Ok(FileState::Same),
             // The file has the size in the index, but the blob another: a line-ending conversion or a large-file
             // filter may be the reason.
             blob if blob.len() != file.len() => Err(GitUnknown::Filter),
-            _ => Ok(FileState::Changed),
+            blob => Ok(blob != file),
         }
+    }
+
+    /// Opens the directory of a file, without following symlinks: git too treats a file behind a symlink as missing.
+    fn open_parent(&mut self, above: &'a [u8]) -> Result<Option<Rc<InspectedDir>>, GitUnknown> {
+        use rustix::io::Errno;
+        const GONE: [Errno; 3] = [Errno::NOENT, Errno::NOTDIR, Errno::LOOP];
+        if let Some((path, dir)) = &self.dir
+            && *path == above
+        {
+            return Ok(dir.clone());
+        }
+        let dir = match self.repository.work.open_dir(above) {
+            Ok(dir) => Some(Rc::new(dir)),
+            Err(error) if Errno::from_io_error(&error).is_some_and(|e| GONE.contains(&e)) => None,
+            Err(error) => return Err(GitUnknown::Unreadable(error)),
+        };
+        self.dir = Some((above, dir.clone()));
+        Ok(dir)
     }
 
     /// A submodule that was never fetched is unchanged. Any other must be at the recorded commit and unchanged
     /// itself.
-    fn check_submodule(
+    fn is_submodule_changed(
         &self,
-        entry: &IndexEntry,
+        entry: &IndexEntry<'_>,
+        dir: &InspectedDir,
         name: &[u8],
         budget: &mut ReadBudget,
-    ) -> Result<FileState, GitUnknown> {
-        let Some((_, Some(dir))) = &self.dir else {
-            return Err(GitUnknown::Index);
-        };
+    ) -> Result<bool, GitUnknown> {
         let work = dir.open_dir(name).map_err(|_| GitUnknown::Submodule)?;
         let found =
             Repository::open(work, self.repository.owner).map_err(|_| GitUnknown::Submodule)?;
         let Some(inner) = found else {
-            return Ok(FileState::Same);
+            return Ok(false);
         };
         let head = inner.head().map_err(|_| GitUnknown::Submodule)?;
         let commit = head.commit.map_err(|_| GitUnknown::Submodule)?;
-        if commit != self.index.id(entry) {
-            return Ok(FileState::Changed);
+        if commit != entry.id {
+            return Ok(true);
         }
         let depth = self.depth.checked_sub(1).ok_or(GitUnknown::Submodule)?;
-        match has_changes_at(&inner, &commit, budget, depth)? {
-            true => Ok(FileState::Changed),
-            false => Ok(FileState::Same),
-        }
+        has_changes_at(&inner, &commit, budget, depth)
     }
 }
 
 /// Whether the file is the one that git read when it wrote the index at `written`.
-fn matches_index(entry: &IndexEntry, stat: &Stat, written: IndexTime) -> bool {
+fn matches_index(entry: &IndexEntry<'_>, stat: &Stat, written: IndexTime) -> bool {
     let (modified, changed) = (
         time(stat.st_mtime, stat.st_mtime_nsec),
         time(stat.st_ctime, stat.st_ctime_nsec),

@@ -6,6 +6,8 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use super::objects;
+
 /// The largest index that is read. With `ENTRIES_MAX` and `PATHS_BYTES_MAX` this keeps the runner below 50 MiB for the
 /// worst index. The runner must stay small.
 pub(super) const BYTES_MAX: usize = 16 << 20;
@@ -29,9 +31,9 @@ pub(super) struct IndexTime {
 }
 
 #[derive(Debug)]
-pub(super) struct IndexEntry {
+pub(super) struct IndexEntry<'a> {
     path: Range<usize>,
-    id: Range<usize>,
+    pub(super) id: &'a [u8],
     pub(super) changed: IndexTime,
     pub(super) modified: IndexTime,
     pub(super) inode: u32,
@@ -53,24 +55,23 @@ pub(super) struct CachedTree {
 }
 
 #[derive(Debug)]
-pub(super) struct GitIndex {
-    data: Vec<u8>,
+pub(super) struct GitIndex<'a> {
     paths: Vec<u8>,
     /// Sorted by path.
-    pub(super) entries: Vec<IndexEntry>,
+    pub(super) entries: Vec<IndexEntry<'a>>,
     /// By directory: `""` for the top, others with a trailing slash.
     pub(super) trees: HashMap<Vec<u8>, CachedTree>,
 }
 
-impl GitIndex {
+impl GitIndex<'_> {
     /// `None` if the index is damaged, too large or of an unsupported kind.
-    pub(super) fn parse(data: Vec<u8>, id_bytes: usize) -> Option<GitIndex> {
-        let mut reader = IndexReader { data: &data, at: 0 };
-        if reader.take(4)? != b"DIRC" {
+    pub(super) fn parse(data: &[u8], id_bytes: usize) -> Option<GitIndex<'_>> {
+        let mut rest = data;
+        if rest.split_off(..4)? != b"DIRC" {
             return None;
         }
-        let version = reader.number()?;
-        let count = reader.number()? as usize;
+        let version = read_number(&mut rest)?;
+        let count = read_number(&mut rest)? as usize;
         if !(2..=4).contains(&version) || count > ENTRIES_MAX {
             return None;
         }
@@ -78,21 +79,20 @@ impl GitIndex {
         let mut paths = Vec::new();
         let mut last = 0..0;
         for _ in 0..count {
-            let entry = reader.entry(version, id_bytes, &mut paths, last)?;
+            let entry = read_entry(&mut rest, version, id_bytes, &mut paths, last)?;
             last = entry.path.clone();
             entries.push(entry);
         }
-        let sorted =
-            |pair: &[IndexEntry]| paths[pair[0].path.clone()] <= paths[pair[1].path.clone()];
-        if !entries.windows(2).all(sorted) {
+        let path = |entry: &IndexEntry<'_>| &paths[entry.path.clone()];
+        if !entries.is_sorted_by(|a, b| path(a) <= path(b)) {
             return None;
         }
         let mut trees = HashMap::new();
         // The trailing checksum is as long as an id.
-        while reader.at + id_bytes < data.len() {
-            let name = reader.take(4)?;
-            let length = reader.number()? as usize;
-            let body = reader.take(length)?;
+        while rest.len() > id_bytes {
+            let name = rest.split_off(..4)?;
+            let length = read_number(&mut rest)? as usize;
+            let body = rest.split_off(..length)?;
             match name {
                 b"TREE" => read_trees(body, id_bytes, &mut trees)?,
                 [b'A'..=b'Z', ..] => {}
@@ -100,130 +100,85 @@ impl GitIndex {
             }
         }
         Some(GitIndex {
-            data,
             paths,
             entries,
             trees,
         })
     }
 
-    pub(super) fn path(&self, entry: &IndexEntry) -> &[u8] {
+    pub(super) fn path(&self, entry: &IndexEntry<'_>) -> &[u8] {
         &self.paths[entry.path.clone()]
     }
-
-    pub(super) fn id(&self, entry: &IndexEntry) -> &[u8] {
-        &self.data[entry.id.clone()]
-    }
 }
 
-struct IndexReader<'a> {
-    data: &'a [u8],
-    at: usize,
+fn read_array<const N: usize>(rest: &mut &[u8]) -> Option<[u8; N]> {
+    rest.split_off(..N)?.try_into().ok()
 }
 
-impl<'a> IndexReader<'a> {
-    fn take(&mut self, count: usize) -> Option<&'a [u8]> {
-        let end = self.at.checked_add(count)?;
-        let bytes = self.data.get(self.at..end)?;
-        self.at = end;
-        Some(bytes)
-    }
+fn read_number(rest: &mut &[u8]) -> Option<u32> {
+    read_array(rest).map(u32::from_be_bytes)
+}
 
-    fn number(&mut self) -> Option<u32> {
-        let bytes = self.take(4)?;
-        Some(u32::from_be_bytes(bytes.try_into().ok()?))
-    }
+fn read_time(rest: &mut &[u8]) -> Option<IndexTime> {
+    Some(IndexTime {
+        seconds: read_number(rest)?,
+        nanos: read_number(rest)?,
+    })
+}
 
-    fn short(&mut self) -> Option<u16> {
-        let bytes = self.take(2)?;
-        Some(u16::from_be_bytes(bytes.try_into().ok()?))
-    }
-
-    fn time(&mut self) -> Option<IndexTime> {
-        Some(IndexTime {
-            seconds: self.number()?,
-            nanos: self.number()?,
-        })
-    }
-
-    fn entry(
-        &mut self,
-        version: u32,
-        id_bytes: usize,
-        paths: &mut Vec<u8>,
-        last: Range<usize>,
-    ) -> Option<IndexEntry> {
-        let start = self.at;
-        let (changed, modified) = (self.time()?, self.time()?);
-        let _device = self.number()?;
-        let (inode, mode) = (self.number()?, self.number()?);
-        let (_user, _group) = (self.number()?, self.number()?);
-        let size = self.number()?;
-        let id = self.at..self.at + id_bytes;
-        self.take(id_bytes)?;
-        let flags = self.short()?;
-        let more = match flags & 0x4000 != 0 && version >= 3 {
-            true => self.short()?,
-            false => 0,
-        };
-        let path = match version {
-            4 => self.shared_path(paths, last)?,
-            _ => {
-                let path = self.path(paths)?;
-                // Entries end with one to eight NULs, so that each begins at a multiple of eight.
-                self.at = start + (self.at - start).next_multiple_of(8);
-                path
-            }
-        };
-        Some(IndexEntry {
-            path,
-            id,
-            changed,
-            modified,
-            inode,
-            mode,
-            size,
-            conflict: flags & 0x3000 != 0,
-            to_be_added: more & 0x2000 != 0,
-            not_checked_out: more & 0x4000 != 0,
-        })
-    }
-
-    /// Reads a path with its NUL.
-    fn path(&mut self, paths: &mut Vec<u8>) -> Option<Range<usize>> {
-        let rest = self.data.get(self.at..)?;
-        let length = rest.iter().position(|b| *b == 0)?;
-        let from = paths.len();
-        paths.extend_from_slice(&rest[..length]);
-        self.at += length + 1;
-        (paths.len() <= PATHS_BYTES_MAX).then_some(from..paths.len())
-    }
-
-    /// Reads a path of version 4: how many bytes to drop from the end of the previous path, and what to append.
-    fn shared_path(&mut self, paths: &mut Vec<u8>, last: Range<usize>) -> Option<Range<usize>> {
-        let mut drop = 0usize;
-        for n in 0.. {
-            let byte = self.take(1)?[0];
-            drop = drop
-                .checked_mul(128)?
-                .checked_add(usize::from(byte & 0x7f))?;
-            if byte & 0x80 == 0 {
-                break;
-            }
-            if n > 4 {
-                return None;
-            }
-            drop += 1;
-        }
+fn read_entry<'a>(
+    rest: &mut &'a [u8],
+    version: u32,
+    id_bytes: usize,
+    paths: &mut Vec<u8>,
+    last: Range<usize>,
+) -> Option<IndexEntry<'a>> {
+    let start = rest.len();
+    let (changed, modified) = (read_time(rest)?, read_time(rest)?);
+    let _device = read_number(rest)?;
+    let (inode, mode) = (read_number(rest)?, read_number(rest)?);
+    let (_user, _group) = (read_number(rest)?, read_number(rest)?);
+    let size = read_number(rest)?;
+    let id = rest.split_off(..id_bytes)?;
+    let flags = u16::from_be_bytes(read_array(rest)?);
+    let more = match flags & 0x4000 != 0 && version >= 3 {
+        true => u16::from_be_bytes(read_array(rest)?),
+        false => 0,
+    };
+    let from = paths.len();
+    if version == 4 {
+        // The path says how many bytes to drop from the end of the previous path, and what to append.
+        let drop = usize::try_from(objects::read_distance(rest)?).ok()?;
         let keep = last.len().checked_sub(drop)?;
-        let from = paths.len();
         if from + keep > PATHS_BYTES_MAX {
             return None;
         }
         paths.extend_from_within(last.start..last.start + keep);
-        let added = self.path(paths)?;
-        Some(from..added.end)
     }
+    let length = rest.iter().position(|b| *b == 0)?;
+    paths.extend_from_slice(rest.split_off(..length)?);
+    // In other versions entries end with one to eight NULs, so that each begins at a multiple of eight.
+    let read = start - rest.len();
+    let padding = match version {
+        4 => 1,
+        _ => (read + 1).next_multiple_of(8) - read,
+    };
+    rest.split_off(..padding)?;
+    if paths.len() > PATHS_BYTES_MAX {
+        return None;
+    }
+    Some(IndexEntry {
+        path: from..paths.len(),
+        id,
+        changed,
+        modified,
+        inode,
+        mode,
+        size,
+        conflict: flags & 0x3000 != 0,
+        to_be_added: more & 0x2000 != 0,
+        not_checked_out: more & 0x4000 != 0,
+    })
 }
 
 /// Parses the TREE extension. Each tree precedes its subtrees: name, number of entries, number of subtrees, id. A
@@ -241,23 +196,20 @@ fn read_trees(
     let mut rest = body;
     let mut above: Vec<Above> = Vec::new();
     while !rest.is_empty() && trees.len() < TREES_MAX {
-        let name_end = rest.iter().position(|b| *b == 0)?;
-        let line_end = name_end + rest[name_end..].iter().position(|b| *b == b'\n')?;
-        let line = std::str::from_utf8(&rest[name_end + 1..line_end]).ok()?;
-        let (entries, below) = line.split_once(' ')?;
+        let name = rest.split_off(..rest.iter().position(|b| *b == 0)?)?;
+        let line = rest.split_off(..rest.iter().position(|b| *b == b'\n')?)?;
+        rest.split_off_first()?;
+        let (entries, below) = std::str::from_utf8(&line[1..]).ok()?.split_once(' ')?;
         let (entries, below): (i64, usize) = (entries.parse().ok()?, below.parse().ok()?);
         let mut path = above.last().map(|a| a.path.clone()).unwrap_or_default();
         if let Some(parent) = above.last_mut() {
             parent.left = parent.left.checked_sub(1)?;
-            path.extend_from_slice(&rest[..name_end]);
+            path.extend_from_slice(name);
             path.push(b'/');
         }
-        rest = &rest[line_end + 1..];
         if let Ok(entries) = usize::try_from(entries) {
-            let (id, after) = rest.split_at_checked(id_bytes)?;
-            let id = id.to_vec();
+            let id = rest.split_off(..id_bytes)?.to_vec();
             trees.insert(path.clone(), CachedTree { entries, id });
-            rest = after;
         }
         if above.len() == TREE_DEPTH_MAX || path.len() > TREE_PATH_BYTES_MAX {
             return Some(());
@@ -296,9 +248,9 @@ mod tests {
     proptest::proptest! {
         #[test]
         fn any_bytes_do_not_panic(body in proptest::collection::vec(proptest::num::u8::ANY, 0..600)) {
-            let _ = GitIndex::parse(sample(&body), 20);
+            let _ = GitIndex::parse(&sample(&body), 20);
             let _ = read_trees(&body, 20, &mut HashMap::new());
-            let _ = GitIndex::parse(body, 20);
+            let _ = GitIndex::parse(&body, 20);
         }
     }
 }

@@ -8,11 +8,9 @@
 //! - `changes.rs`: whether tracked files differ from the commit.
 //! - `index.rs`: the index.
 //! - `objects.rs`: loose and packed objects.
-//! - `inflate.rs`: zlib decompression.
 
 mod changes;
 mod index;
-mod inflate;
 mod objects;
 
 use std::io::{BufRead, BufReader, Read};

@@ -6,7 +6,8 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use super::inflate::decompress;
+use miniz_oxide::inflate::{TINFLStatus, decompress_to_vec_zlib_with_limit};
+
 use super::{InspectedDir, ReadBudget};
 
 /// The most packs. A maintained repository has fewer.
@@ -155,29 +156,24 @@ impl Pack {
         {
             return None;
         }
-        let count = u64::from(u32::from_be_bytes(read_at(&index, IDS_AT - 4)?));
-        Some(Pack {
+        let mut pack = Pack {
             index,
             pack,
             id_bytes,
-            count,
-        })
+            count: 0,
+        };
+        pack.count = pack.number(IDS_AT - 4)?;
+        Some(pack)
     }
 
     /// The offset of the object in the pack.
     fn find(&self, id: &[u8]) -> Option<u64> {
         let first = u64::from(*id.first()?);
-        let bound = |n: u64| {
-            Some(u64::from(u32::from_be_bytes(read_at(
-                &self.index,
-                FANOUT_AT + n * 4,
-            )?)))
-        };
         let mut low = match first {
             0 => 0,
-            _ => bound(first - 1)?,
+            _ => self.number(FANOUT_AT + (first - 1) * 4)?,
         };
-        let mut high = bound(first)?.min(self.count);
+        let mut high = self.number(FANOUT_AT + first * 4)?.min(self.count);
         let width = self.id_bytes as u64;
         let mut there = vec![0; self.id_bytes];
         while low < high {
@@ -197,10 +193,7 @@ impl Pack {
     fn offset(&self, n: u64) -> Option<u64> {
         // After the ids come their checksums, then the offsets, then the 64-bit offsets.
         let offsets_at = IDS_AT + self.count * (self.id_bytes as u64 + 4);
-        let short = u64::from(u32::from_be_bytes(read_at(
-            &self.index,
-            offsets_at + n * 4,
-        )?));
+        let short = self.number(offsets_at + n * 4)?;
         match short >> 31 {
             0 => Some(short),
             _ => {
@@ -210,25 +203,27 @@ impl Pack {
         }
     }
 
+    /// A number of the index.
+    fn number(&self, at: u64) -> Option<u64> {
+        read_at(&self.index, at).map(|bytes| u64::from(u32::from_be_bytes(bytes)))
+    }
+
     fn entry(&self, offset: u64, budget: &mut ReadBudget) -> Option<PackEntry> {
         let mut head = [0; 64];
         let got = self.pack.read_at(&mut head, offset).ok()?;
-        let mut bytes = head[..got].iter().copied();
-        let first = bytes.next()?;
+        let mut bytes = &head[..got];
+        let first = bytes.split_off_first()?;
         let mut size = usize::from(first & 15);
-        let (mut shift, mut more) = (4, first & 0x80 != 0);
-        while more {
-            let byte = bytes.next()?;
-            size |= usize::from(byte & 0x7f).checked_shl(shift)?;
-            (shift, more) = (shift + 7, byte & 0x80 != 0);
+        if first & 0x80 != 0 {
+            size |= read_size(&mut bytes)? << 4;
         }
         let base = match first >> 4 & 7 {
             1 => DeltaBase::Whole(ObjectKind::Commit),
             2 => DeltaBase::Whole(ObjectKind::Tree),
             3 => DeltaBase::Whole(ObjectKind::Blob),
             4 => DeltaBase::Whole(ObjectKind::Tag),
-            6 => DeltaBase::At(offset.checked_sub(read_base_distance(&mut bytes)?)?),
-            7 => DeltaBase::Id(bytes.by_ref().take(self.id_bytes).collect()),
+            6 => DeltaBase::At(offset.checked_sub(read_distance(&mut bytes)?)?),
+            7 => DeltaBase::Id(bytes.split_off(..self.id_bytes)?.to_vec()),
             _ => return None,
         };
         if size > OBJECT_BYTES_MAX {
@@ -250,12 +245,21 @@ fn read_at<const N: usize>(file: &File, offset: u64) -> Option<[u8; N]> {
     Some(bytes)
 }
 
-/// Reads the distance to a base in the same pack: seven bits at a time, the highest first, with one added to each but
-/// the last.
-fn read_base_distance(bytes: &mut impl Iterator<Item = u8>) -> Option<u64> {
+/// Decompresses a zlib stream: all of it, or the first `bytes_max` bytes. `None` if it is damaged.
+fn decompress(packed: &[u8], bytes_max: usize) -> Option<Vec<u8>> {
+    match decompress_to_vec_zlib_with_limit(packed, bytes_max) {
+        Ok(bytes) => Some(bytes),
+        Err(error) if error.status == TINFLStatus::HasMoreOutput => Some(error.output),
+        Err(_) => None,
+    }
+}
+
+/// Reads a distance: seven bits at a time, the highest first, with one added to each but the last. Packs state the
+/// distance to a base so, and indexes of version 4 what to drop from a path.
+pub(super) fn read_distance(bytes: &mut &[u8]) -> Option<u64> {
     let mut distance = 0u64;
     for _ in 0..9 {
-        let byte = bytes.next()?;
+        let byte = bytes.split_off_first()?;
         distance = distance << 7 | u64::from(byte & 0x7f);
         if byte & 0x80 == 0 {
             return Some(distance);
@@ -266,37 +270,30 @@ fn read_base_distance(bytes: &mut impl Iterator<Item = u8>) -> Option<u64> {
 }
 
 /// Applies a delta to its base.
-fn apply_delta(base: &[u8], delta: &[u8]) -> Option<Vec<u8>> {
-    let mut rest = delta;
-    if read_size(&mut rest)? != base.len() {
+fn apply_delta(base: &[u8], mut delta: &[u8]) -> Option<Vec<u8>> {
+    if read_size(&mut delta)? != base.len() {
         return None;
     }
-    let length = read_size(&mut rest)?;
+    let length = read_size(&mut delta)?;
     if length > OBJECT_BYTES_MAX {
         return None;
     }
     let mut made = Vec::with_capacity(length);
-    while let Some((order, after)) = rest.split_first() {
-        rest = after;
+    while let Some(order) = delta.split_off_first() {
         match order {
             0 => return None,
-            1..0x80 => {
-                let (new, after) = rest.split_at_checked(usize::from(*order))?;
-                made.extend_from_slice(new);
-                rest = after;
-            }
+            1..0x80 => made.extend_from_slice(delta.split_off(..usize::from(*order))?),
             _ => {
-                let mut number = |from: u8, count: u8| {
-                    let mut value = 0;
-                    for n in (0..count).filter(|n| order >> (from + n) & 1 == 1) {
-                        let (first, after) = rest.split_first()?;
-                        value |= usize::from(*first) << (8 * n);
-                        rest = after;
+                // A bit for each byte that is present: four of the offset, three of the length.
+                let mut numbers = [0; 7];
+                for (bit, number) in numbers.iter_mut().enumerate() {
+                    if order >> bit & 1 == 1 {
+                        *number = *delta.split_off_first()?;
                     }
-                    Some(value)
-                };
-                let from = number(0, 4)?;
-                let count = match number(4, 3)? {
+                }
+                let [a, b, c, d, e, f, g] = numbers;
+                let from = u32::from_le_bytes([a, b, c, d]) as usize;
+                let count = match u32::from_le_bytes([e, f, g, 0]) as usize {
                     0 => 0x1_0000,
                     count => count,
                 };
@@ -313,8 +310,7 @@ fn apply_delta(base: &[u8], delta: &[u8]) -> Option<Vec<u8>> {
 fn read_size(bytes: &mut &[u8]) -> Option<usize> {
     let mut size = 0;
     for shift in (0..35).step_by(7) {
-        let (first, rest) = bytes.split_first()?;
-        *bytes = rest;
+        let first = bytes.split_off_first()?;
         size |= usize::from(first & 0x7f) << shift;
         if first & 0x80 == 0 {
             return Some(size);
@@ -335,16 +331,15 @@ pub(super) fn tree_entries(tree: &[u8], id_bytes: usize) -> Option<Vec<TreeEntry
     let mut entries = Vec::new();
     let mut rest = tree;
     while !rest.is_empty() {
-        let head = rest.iter().position(|b| *b == 0)?;
-        let space = rest[..head].iter().position(|b| *b == b' ')?;
-        let mode = std::str::from_utf8(&rest[..space]).ok()?;
-        let (id, after) = rest[head + 1..].split_at_checked(id_bytes)?;
+        let head = rest.split_off(..rest.iter().position(|b| *b == 0)?)?;
+        let space = head.iter().position(|b| *b == b' ')?;
+        let mode = std::str::from_utf8(&head[..space]).ok()?;
+        rest.split_off_first()?;
         entries.push(TreeEntry {
             mode: u32::from_str_radix(mode, 8).ok()?,
-            name: &rest[space + 1..head],
-            id,
+            name: &head[space + 1..],
+            id: rest.split_off(..id_bytes)?,
         });
-        rest = after;
     }
     Some(entries)
 }
@@ -359,6 +354,50 @@ pub(super) fn tree_id_of_commit(commit: &[u8]) -> Option<Vec<u8>> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use std::io::Write as _;
+    use std::process::{Command, Stdio};
+
+    /// Compresses with zlib itself, through Python.
+    fn compress(bytes: &[u8], level: u32, strategy: u32) -> Vec<u8> {
+        let program = format!(
+            "import sys, zlib\nc = zlib.compressobj({level}, strategy={strategy})\n\
+             sys.stdout.buffer.write(c.compress(sys.stdin.buffer.read()) + c.flush())"
+        );
+        let mut python = Command::new("/usr/bin/python3")
+            .args(["-I", "-c", &program])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        python.stdin.take().unwrap().write_all(bytes).unwrap();
+        python.wait_with_output().unwrap().stdout
+    }
+
+    #[test]
+    fn data_compressed_by_zlib_is_decompressed() {
+        let mut noise = 1u32;
+        let mut random = || {
+            noise = noise.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (noise >> 24) as u8
+        };
+        let noisy: Vec<u8> = (0..70_000).map(|_| random()).collect();
+        let text: Vec<u8> = (0..9_000u32)
+            .flat_map(|n| format!("{} ", n * n % 977).into_bytes())
+            .collect();
+        let kinds = [Vec::new(), b"a".to_vec(), vec![b'x'; 100_000], noisy, text];
+        for bytes in &kinds {
+            // Stored, fast and best; the default strategy, Huffman only, and fixed codes.
+            for (level, strategy) in [(0, 0), (1, 0), (9, 0), (9, 2), (9, 4)] {
+                let packed = compress(bytes, level, strategy);
+                assert_eq!(decompress(&packed, 1 << 20).as_ref(), Some(bytes));
+                let some = bytes.len() / 3;
+                assert_eq!(decompress(&packed, some).as_deref(), Some(&bytes[..some]));
+                if let Some(cut) = decompress(&packed[..packed.len() / 2], 1 << 20) {
+                    assert!(bytes.starts_with(&cut));
+                }
+            }
+        }
+    }
 
     #[test]
     fn a_delta_copies_and_inserts() {
@@ -388,13 +427,20 @@ mod tests {
 
     proptest::proptest! {
         #[test]
+        fn any_compressed_bytes_do_not_panic(body in proptest::collection::vec(proptest::num::u8::ANY, 0..400)) {
+            let packed = [&[0x78, 0x9c], body.as_slice()].concat();
+            proptest::prop_assert!(decompress(&packed, 5_000).is_none_or(|out| out.len() <= 5_000));
+            let _ = decompress(&body, 5_000);
+        }
+
+        #[test]
         fn any_bytes_do_not_panic(base in proptest::collection::vec(proptest::num::u8::ANY, 0..40),
                                   delta in proptest::collection::vec(proptest::num::u8::ANY, 0..80)) {
             let _ = apply_delta(&base, &delta);
             let _ = apply_delta(&base, &[&[base.len() as u8, 50], delta.as_slice()].concat());
             let _ = tree_entries(&delta, 20);
             let _ = tree_id_of_commit(&delta);
-            let _ = read_base_distance(&mut delta.iter().copied());
+            let _ = read_distance(&mut delta.as_slice());
         }
     }
 }
