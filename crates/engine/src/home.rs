@@ -65,6 +65,11 @@ pub struct Home {
 }
 
 impl Home {
+    /// Finds the home by the variables of this process.
+    pub fn from_process() -> Result<Home, HomeError> {
+        Home::find(&|name| std::env::var_os(name).map(PathBuf::from))
+    }
+
     pub fn find(env: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Home, HomeError> {
         let root = rustix::process::geteuid().is_root();
         let absolute = |path: &PathBuf| path.is_absolute();

@@ -5,7 +5,7 @@
 
 use crate::attempt;
 use crate::attempt::context::PlannedRun;
-pub use crate::attempt::context::{ClaimedAttempt, RunContext, WorkspaceSource};
+pub use crate::attempt::context::{Claim, RunContext, WorkspaceSource};
 pub use crate::attempt::error::AttemptError;
 pub use crate::attempt::fail::StartFailure;
 use crate::attempt::isolation;

@@ -132,17 +132,13 @@ fn finish(
 /// Tells the queue that the program has ended and that this machine has its outputs. If the database is unavailable,
 /// the commit says the same later.
 fn report_program_end(ended: &EndedAttempt<'_>, run: &PlannedRun<'_>, recorder: &mut Recorder) {
-    let Some(claimed) = &run.context.claimed else {
+    let Some(claim) = &run.context.claimed else {
         return;
     };
-    let held = store::LeasedAttempt {
-        id: ended.run.id.as_str(),
-        attempt: ended.run.attempt,
-        key: &ended.commit_plan.key,
-    };
+    let held = claim.leased_attempt();
     let reason = ended.outcome.reason.as_str();
     // If this fails, the commit reports the end later.
-    let _ = recorder.with(|store| store.mark_collecting(&held, claimed.lease_ms, reason));
+    let _ = recorder.with(|store| store.mark_collecting(&held, claim.lease_ms, reason));
 }
 
 /// The commit failed. Stores the outputs in the run directory where that is needed, and returns where the attempt

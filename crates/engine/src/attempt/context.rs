@@ -4,17 +4,21 @@ use std::path::PathBuf;
 
 use sandbox::cgroup::OwnProcess;
 use sandbox::spec::{Limits, Terminal};
+use serde::{Deserialize, Serialize};
 
+use crate::attempt::record::Reason;
 use crate::home::Home;
 use crate::plan::Plan;
 use crate::plan::runtime::CallerEnvironment;
-use crate::settings::Request;
+use crate::settings::{RecordSettings, Request};
+use store::types::analysis_id::AnalysisId;
+use store::{LeasedAttempt, LossProof, LostAttempt};
 
 /// What a run needs besides its request.
 pub struct RunContext {
     pub home: Home,
     pub caller: CallerEnvironment,
-    /// The `fumehood` binary. It is executed again as the launcher.
+    /// The executable that is executed again as the launcher; see [`sandbox::launch`].
     pub launcher: PathBuf,
     pub terminal: Terminal,
     /// Whether this process may be moved into another cgroup, so that the run's limits can be enforced there.
@@ -24,17 +28,68 @@ pub struct RunContext {
     pub free_reserve_bytes: u64,
     pub store_quota_bytes: Option<u64>,
     /// The attempt that a worker claimed. `None`: this process begins the attempt itself.
-    pub claimed: Option<ClaimedAttempt>,
+    pub claimed: Option<Claim>,
 }
 
-/// An attempt that a worker claimed in the database for this process to run. It has no `Debug`, because the key must
-/// not be printed.
-#[derive(Clone)]
-pub struct ClaimedAttempt {
+impl RunContext {
+    /// A run of the caller's own, by this executable, without a terminal. This process stays in its cgroup.
+    pub fn new(home: Home, record: &RecordSettings) -> RunContext {
+        RunContext {
+            home,
+            caller: CallerEnvironment::from_process(),
+            launcher: PathBuf::from("/proc/self/exe"),
+            terminal: Terminal::None,
+            own_process: OwnProcess::Stays,
+            workspace_source: match record.in_workspace {
+                Some(_) => WorkspaceSource::Prepared,
+                None => WorkspaceSource::Fresh,
+            },
+            free_reserve_bytes: record.free_reserve_bytes,
+            store_quota_bytes: record.store_quota_bytes,
+            claimed: None,
+        }
+    }
+}
+
+/// A claim of a worker on an attempt, from the queue to the commit. A runner's order holds it. It has no `Debug`,
+/// because the key must not be printed.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Claim {
+    pub id: AnalysisId,
     pub attempt: u32,
     pub key: String,
+    /// The database that has the attempt. Empty in the order of an older worker.
+    #[serde(default)]
     pub database_id: String,
     pub lease_ms: u64,
+}
+
+impl Claim {
+    pub fn leased_attempt(&self) -> LeasedAttempt<'_> {
+        LeasedAttempt {
+            id: self.id.as_str(),
+            attempt: self.attempt,
+            key: &self.key,
+        }
+    }
+
+    /// The attempt, for whoever ends it because its runner is gone. `by` is a token of the caller.
+    pub fn lost_attempt<'a>(
+        &'a self,
+        by: &'a str,
+        reason: Reason,
+        message: &'a str,
+    ) -> LostAttempt<'a> {
+        LostAttempt {
+            id: self.id.as_str(),
+            attempt: self.attempt,
+            key: &self.key,
+            by,
+            reason: reason.as_str(),
+            message,
+            proof: LossProof::RunnerGone,
+        }
+    }
 }
 
 /// Which workspace the program runs in, and who commits its outputs.

@@ -7,19 +7,26 @@ use sandbox::supervise::{Control, Stream};
 use crate::attempt::log_capture::OutputChunk;
 use crate::collect::CollectProgress;
 
-/// Receives what happens during a run, and tells the run when to stop.
+/// Receives what happens during a run, and tells the run when to stop. By default it ignores what happens, and lets the
+/// run go on.
 pub trait RunObserver {
     /// Called with everything that the program prints, including bytes that the log does not keep.
     fn output(&mut self, stream: Stream, chunk: OutputChunk<'_>);
-    fn notice(&mut self, text: &str);
+    fn notice(&mut self, _text: &str) {}
     /// How far collection has come. Called often.
-    fn progress(&mut self, progress: CollectProgress);
+    fn progress(&mut self, _progress: CollectProgress) {}
     /// `blocked_on`, `unblocked`, `control_fd` and `next_control` have the same meaning as in
     /// [`sandbox::supervise::SupervisorHandler`].
-    fn blocked_on(&self, stream: Stream) -> Option<BorrowedFd<'_>>;
-    fn unblocked(&mut self, stream: Stream);
-    fn control_fd(&self) -> Option<BorrowedFd<'_>>;
-    fn next_control(&mut self) -> Option<Control>;
+    fn blocked_on(&self, _stream: Stream) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    fn unblocked(&mut self, _stream: Stream) {}
+    fn control_fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    fn next_control(&mut self) -> Option<Control> {
+        None
+    }
     /// Why the observer asked for the end, if it did. The run calls this after every process is dead. The call may take
     /// long.
     fn cancel_cause(&mut self) -> CancelCause {

@@ -20,8 +20,9 @@ use serde_json::value::RawValue;
 
 use crate::attempt::error::{CommitError, pass_crash_point};
 use crate::attempt::record::{OutputSummary, PostProcessReport};
-use crate::attempt::recorder::{PostProcessCommand, Recorder};
+use crate::attempt::recorder::Recorder;
 use crate::plan::limits::error_chain;
+use crate::settings::PostProcessSettings;
 use store::artifacts::Artifacts;
 use store::types::crash_points::CrashPoint;
 use store::types::escaping::escape_terminal;
@@ -102,7 +103,7 @@ pub fn run_if_due(
 
 /// Returns `None` if the command is not due. The inner error is the command's, the outer one is Fumehood's.
 fn run_and_mark(
-    command: &PostProcessCommand,
+    command: &PostProcessSettings,
     recorder: &mut Recorder,
     (id, attempt): (&str, u32),
     scratch: &Path,
@@ -131,7 +132,7 @@ fn run_and_mark(
 
 /// Runs the command once. The outputs are laid out in `scratch`, a directory of Fumehood.
 fn run_once(
-    command: &PostProcessCommand,
+    command: &PostProcessSettings,
     stored: &AttemptRow,
     outputs: &[StoredOutput],
     artifacts: &Artifacts,
@@ -265,7 +266,7 @@ fn clear(outputs: &Path) -> io::Result<()> {
 }
 
 fn call(
-    command: &PostProcessCommand,
+    command: &PostProcessSettings,
     document: &PostProcessDocument<'_>,
     outputs: &Path,
 ) -> Result<(), PostProcessRunError> {

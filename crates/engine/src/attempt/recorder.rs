@@ -4,8 +4,10 @@ use std::path::PathBuf;
 use std::thread::JoinHandle;
 
 use crate::attempt::error::CommitError;
+use crate::home::Home;
 use crate::request::CollectionSettings;
 use crate::run_dir::{self, CommitPlan};
+use crate::settings::{PostProcessSettings, RecordLocationError, RecordSettings};
 use store::artifacts::Artifacts;
 use store::types::analysis_id::AnalysisId;
 use store::{Location, Store, StoreError};
@@ -15,7 +17,7 @@ use store::{Location, Store, StoreError};
 pub struct Recorder {
     pub location: Location,
     pub artifacts_at: PathBuf,
-    pub post_process: Option<PostProcessCommand>,
+    pub post_process: Option<PostProcessSettings>,
     /// How long a statement waits for another process's lock. `None`: the store's default.
     pub lock_wait_ms: Option<u64>,
     store: Option<Store>,
@@ -29,15 +31,6 @@ pub struct Recorder {
     was_idle: bool,
     /// Files of the database were moved or removed while this process used it.
     file_replaced: bool,
-}
-
-/// The command to run after each commit. It comes from the user's own configuration or the operator's policy, never
-/// from a project.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PostProcessCommand {
-    /// The absolute path of the program, and its arguments.
-    pub command: Vec<String>,
-    pub timeout_ms: u64,
 }
 
 fn open_store(location: &Location, lock_wait_ms: Option<u64>) -> Result<Store, StoreError> {
@@ -56,10 +49,29 @@ impl Drop for Recorder {
 }
 
 impl Recorder {
+    /// The recorder that the settings ask for, with the variables of this process for the database. Nothing is opened
+    /// yet. Returns `None` if nothing is to be recorded.
+    pub fn from_settings(
+        settings: &RecordSettings,
+        home: &Home,
+    ) -> Result<Option<Recorder>, RecordLocationError> {
+        let location = settings.location(home, &|name| std::env::var_os(name))?;
+        let artifacts_at = settings.artifacts.clone();
+        let artifacts_at = artifacts_at.unwrap_or_else(|| home.artifacts());
+        Ok(match location {
+            Location::None => None,
+            location => Some(Recorder::new(
+                location,
+                artifacts_at,
+                settings.post_process.clone(),
+            )),
+        })
+    }
+
     pub fn new(
         location: Location,
         artifacts_at: PathBuf,
-        post_process: Option<PostProcessCommand>,
+        post_process: Option<PostProcessSettings>,
     ) -> Recorder {
         Recorder {
             location,

@@ -3,7 +3,7 @@
 
 use sandbox::spec::WorkspaceKind;
 
-use crate::attempt::context::{ClaimedAttempt, PlannedRun};
+use crate::attempt::context::{Claim, PlannedRun};
 use crate::attempt::error::{AttemptError, CommitError, pass_crash_point};
 use crate::attempt::recorder::Recorder;
 use crate::attempt::states::{OwnedRun, RowState};
@@ -118,7 +118,7 @@ fn take_over_claim(
     recorder: &mut Recorder,
     run: &RunRecord,
     commit_plan: &CommitPlan,
-    claimed: &ClaimedAttempt,
+    claimed: &Claim,
 ) -> Result<(), AttemptError> {
     let workspace = run.workspace.to_string_lossy();
     let begin = row_values(run, commit_plan, &workspace);

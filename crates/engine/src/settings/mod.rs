@@ -26,8 +26,8 @@ mod error;
 mod list_settings;
 mod merged;
 pub mod policy;
-pub mod post_process;
-pub mod record;
+mod post_process;
+mod record;
 mod request;
 mod sources;
 mod submit;
@@ -36,7 +36,12 @@ pub mod table;
 mod trusted_file;
 mod worker_settings;
 
-pub use record::{RecordSettings, record_command_settings, record_settings, workspace_settings};
+pub use error::ConfigError;
+pub use post_process::PostProcessSettings;
+pub use record::{
+    RecordLocationError, RecordSettings, record_command_settings, record_settings,
+    workspace_settings,
+};
 pub use request::{Presentation, Request, Resolved, run_request, shell_request};
 pub use sources::Sources;
 pub use submit::{QueueOptions, ResolvedSubmission, SubmissionConfig, env_from_options};

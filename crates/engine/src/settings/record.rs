@@ -4,10 +4,13 @@
 //! Whoever names the database can read every result, and the text that names it may contain a password. So the text
 //! comes from the caller or the operator and never from a project, and no error repeats it.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use store::{Location, LocationError, LocationOrigin};
+
+use crate::home::Home;
 use crate::request::{AnalysisId, CollectionSettings, IdReuse, KeepPolicy, WorkspaceKind};
 
 use super::database_url::{holds_password, sqlite_path};
@@ -82,6 +85,57 @@ impl DbChoice {
         DbChoice {
             text: NO_DB.to_owned(),
             origin: DbOrigin::CommandLine,
+        }
+    }
+}
+
+/// Variables with which a caller may always identify itself to a database server.
+const CALLER_VARIABLES: [&str; 6] = [
+    "PGUSER",
+    "PGPASSWORD",
+    "PGPASSFILE",
+    "PGSSLCERT",
+    "PGSSLKEY",
+    "HOME",
+];
+
+/// Why the settings name no place for the record.
+#[derive(Debug, thiserror::Error)]
+pub enum RecordLocationError {
+    #[error("use the database")]
+    Database(#[source] LocationError),
+    #[error("the operator's policy requires a record; leave out --db none")]
+    Required,
+}
+
+impl RecordSettings {
+    /// Returns the location of the database. `env` has the caller's variables.
+    pub fn location(
+        &self,
+        home: &Home,
+        env: &dyn Fn(&str) -> Option<OsString>,
+    ) -> Result<Location, RecordLocationError> {
+        let location = match &self.db {
+            None => Location::Sqlite(home.database()),
+            Some(choice) => {
+                let origin = match choice.origin {
+                    DbOrigin::CommandLine => LocationOrigin::CommandLine,
+                    DbOrigin::Environment => LocationOrigin::Environment,
+                    DbOrigin::File | DbOrigin::Policy => LocationOrigin::File,
+                };
+                // Nothing that the caller sets may lead the operator's address elsewhere or weaken it.
+                let is_ours = choice.origin != DbOrigin::Policy;
+                let env = |name: &str| match is_ours || CALLER_VARIABLES.contains(&name) {
+                    true => env(name),
+                    false => None,
+                };
+                let location = Location::parse(&choice.text, origin, &env);
+                location.map_err(RecordLocationError::Database)?
+            }
+        };
+        match location {
+            Location::None if self.required => Err(RecordLocationError::Required),
+            location => Ok(location),
         }
     }
 }

@@ -14,6 +14,7 @@ use super::slot::{ORDER_VERSION, RunnerOrder};
 use super::slot_table::{BusySlot, SlotState};
 use super::{Worker, name};
 use crate::attempt::check_free_space;
+use crate::attempt::context::Claim;
 use crate::attempt::error::{AttemptError, CommitError};
 use crate::attempt::record::Reason;
 use crate::plan::limits::error_chain;
@@ -169,13 +170,15 @@ impl Worker {
         let entry = &mut self.slots[at];
         let order = RunnerOrder {
             version: ORDER_VERSION,
-            id,
-            attempt: claimed.attempt,
-            key: claimed.key,
-            database_id: database_id.to_owned(),
+            claim: Claim {
+                id,
+                attempt: claimed.attempt,
+                key: claimed.key,
+                database_id: database_id.to_owned(),
+                lease_ms: self.options.lease_ms,
+            },
             request: claimed.request_json,
             submitter: claimed.submitter,
-            lease_ms: self.options.lease_ms,
             memory_bytes: claimed.counted.memory_bytes,
             cpu_milli: claimed.counted.cpu_milli,
             cpu_milli_max: self.options.total.cpu_milli,
@@ -196,13 +199,8 @@ impl Worker {
                 // From here on only the runner holds the lock.
                 drop(slot);
                 SlotState::Busy(BusySlot {
-                    id: order.id.to_string(),
-                    attempt: order.attempt,
-                    key: order.key,
-                    counted: Capacity {
-                        memory_bytes: order.memory_bytes,
-                        cpu_milli: order.cpu_milli,
-                    },
+                    counted: order.reserved_capacity(),
+                    claim: Some(order.claim),
                     child: Some(child),
                     cancel_sent: false,
                 })

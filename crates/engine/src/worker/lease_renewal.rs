@@ -14,50 +14,30 @@ use std::time::Duration;
 
 use sandbox::events::{self, BootTimer, WakeEvent, boot_time};
 
+use crate::attempt::context::Claim;
 use crate::attempt::recorder::Recorder;
 use crate::home;
 use crate::worker::slot;
-use store::{LeasedAttempt, Location, RenewOutcome};
+use store::{Location, RenewOutcome};
 
 /// How often the thread checks what is due.
 const CHECK_EVERY: Duration = Duration::from_secs(1);
 
-/// The lease of an attempt. It has no `Debug`, because the key must not be printed.
-#[derive(Clone)]
-pub struct AttemptLease {
-    pub id: String,
-    pub attempt: u32,
-    pub key: String,
-    pub lease_ms: u64,
-    /// The file that the worker keeps locked while it lives. A live worker forwards cancellations at once.
-    pub worker: PathBuf,
+/// How often to renew a lease.
+fn renew_every(lease_ms: u64, location: &Location) -> Duration {
+    // At least two renewals before another worker gives up a lease that it sees expired. On one machine, where the lock
+    // counts, a little less often.
+    let (part, at_most) = match location {
+        Location::Postgres(_) => (6, Duration::from_secs(10)),
+        _ => (4, Duration::from_secs(15)),
+    };
+    let part = Duration::from_millis(lease_ms / part);
+    part.min(at_most).max(CHECK_EVERY)
 }
 
-impl AttemptLease {
-    fn leased_attempt(&self) -> LeasedAttempt<'_> {
-        LeasedAttempt {
-            id: &self.id,
-            attempt: self.attempt,
-            key: &self.key,
-        }
-    }
-
-    /// How often to renew the lease.
-    fn renew_every(&self, location: &Location) -> Duration {
-        // At least two renewals before another worker gives up a lease that it sees expired. On one machine, where the
-        // lock counts, a little less often.
-        let (part, at_most) = match location {
-            Location::Postgres(_) => (6, Duration::from_secs(10)),
-            _ => (4, Duration::from_secs(15)),
-        };
-        let part = Duration::from_millis(self.lease_ms / part);
-        part.min(at_most).max(CHECK_EVERY)
-    }
-
-    /// How long after the last renewal the analysis is ended. A quarter of the lease is left for its processes to die.
-    fn kill_after(&self) -> Duration {
-        Duration::from_millis(self.lease_ms - self.lease_ms / 4)
-    }
+/// How long after the last renewal the analysis is ended. A quarter of the lease is left for its processes to die.
+fn kill_after(lease_ms: u64) -> Duration {
+    Duration::from_millis(lease_ms - lease_ms / 4)
 }
 
 /// What the renewal thread tells the runner.
@@ -73,7 +53,7 @@ struct RenewalSignals {
 
 pub struct LeaseKeeper {
     recorder: Recorder,
-    lease: AttemptLease,
+    claim: Claim,
     signals: Arc<RenewalSignals>,
     thread: Option<JoinHandle<()>>,
     /// Expires when the analysis must end. `None` with SQLite, where the lock on the run directory counts.
@@ -91,10 +71,12 @@ pub enum EndCause {
 }
 
 impl LeaseKeeper {
-    /// Starts the thread for a lease that was renewed at `since` (see [`boot_time`]). `control_fd` is polled as well.
+    /// Starts the thread for a lease that was renewed at `since` (see [`boot_time`]). `worker` is the file that the worker
+    /// keeps locked. `control_fd` is polled as well.
     pub fn start(
         recorder: Recorder,
-        lease: AttemptLease,
+        claim: Claim,
+        worker: PathBuf,
         since: Duration,
         control_fd: BorrowedFd<'_>,
     ) -> io::Result<LeaseKeeper> {
@@ -103,7 +85,7 @@ impl LeaseKeeper {
         let timer = match recorder.location {
             Location::Postgres(_) => {
                 let timer = BootTimer::new()?;
-                timer.expire_at(since + lease.kill_after())?;
+                timer.expire_at(since + kill_after(claim.lease_ms))?;
                 Some(timer)
             }
             _ => None,
@@ -113,7 +95,8 @@ impl LeaseKeeper {
         let signals = Arc::new(RenewalSignals::default());
         let renewal = RenewalThread {
             recorder: recorder.new_connection(),
-            lease: lease.clone(),
+            claim: claim.clone(),
+            worker,
             timer: timer.clone(),
             wake_event: wake_event.clone(),
             signals: signals.clone(),
@@ -125,7 +108,7 @@ impl LeaseKeeper {
             .spawn(move || renewal.run())?;
         Ok(LeaseKeeper {
             recorder,
-            lease,
+            claim,
             signals,
             thread: Some(thread),
             timer,
@@ -152,7 +135,7 @@ impl LeaseKeeper {
         if self.signals.was_cancelled.load(Ordering::SeqCst) {
             return true;
         }
-        let (held, lease_ms) = (self.lease.leased_attempt(), self.lease.lease_ms);
+        let (held, lease_ms) = (self.claim.leased_attempt(), self.claim.lease_ms);
         let answer = self
             .recorder
             .with(|store| store.renew_lease(&held, lease_ms));
@@ -186,7 +169,9 @@ impl Drop for LeaseKeeper {
 
 struct RenewalThread {
     recorder: Recorder,
-    lease: AttemptLease,
+    claim: Claim,
+    /// The file that the worker keeps locked while it lives. A live worker forwards cancellations at once.
+    worker: PathBuf,
     timer: Option<BootTimer>,
     wake_event: WakeEvent,
     signals: Arc<RenewalSignals>,
@@ -200,11 +185,11 @@ impl RenewalThread {
         let mut tried = self.renewed;
         while !self.wait_or_stop() {
             let due = boot_time().saturating_sub(tried)
-                >= self.lease.renew_every(&self.recorder.location);
+                >= renew_every(self.claim.lease_ms, &self.recorder.location);
             if due {
                 tried = boot_time();
                 self.renew(tried);
-            } else if !is_worker_alive(&self.lease.worker) {
+            } else if !is_worker_alive(&self.worker) {
                 // Without a worker nobody else forwards a cancellation.
                 self.check_cancel();
             }
@@ -215,7 +200,7 @@ impl RenewalThread {
     }
 
     fn renew(&mut self, asked: Duration) {
-        let (held, lease_ms) = (self.lease.leased_attempt(), self.lease.lease_ms);
+        let (held, lease_ms) = (self.claim.leased_attempt(), self.claim.lease_ms);
         let answer = self
             .recorder
             .with(|store| store.renew_lease(&held, lease_ms));
@@ -240,7 +225,7 @@ impl RenewalThread {
         if self.cancel_reported {
             return;
         }
-        let (host, key) = (home::machine_id(), self.lease.key.clone());
+        let (host, key) = (home::machine_id(), self.claim.key.clone());
         let cancels = self.recorder.with(|store| store.requested_cancels(&host));
         self.recorder.disconnect();
         if cancels.is_ok_and(|cancels| cancels.iter().any(|(_, _, other)| *other == key)) {
@@ -262,7 +247,7 @@ impl RenewalThread {
         self.renewed = asked;
         if let Some(timer) = &self.timer {
             // If the kernel refuses, the timer expires at the earlier time.
-            let _ = timer.expire_at(asked + self.lease.kill_after());
+            let _ = timer.expire_at(asked + kill_after(self.claim.lease_ms));
         }
     }
 

@@ -12,7 +12,8 @@ use sandbox::events::WakeEvent;
 
 use super::error::WorkerError;
 use super::event::WorkerEvent;
-use super::slot::{RunnerOrder, Slot};
+use super::slot::Slot;
+use crate::attempt::context::Claim;
 use crate::attempt::error::CommitError;
 use crate::attempt::record::Reason;
 use crate::attempt::recorder::Recorder;
@@ -199,14 +200,14 @@ impl MaintenanceThread {
     fn try_close(&mut self, slot: &mut Slot) -> Result<(), String> {
         remove_inputs_dir(slot).map_err(|e| format!("remove {:?}: {e}", slot.inputs_dir()))?;
         if let Some(order) = slot.order().map_err(|e| e.to_string())? {
-            self.finish_dead_runner(&order)?;
+            self.finish_dead_runner(&order.claim)?;
         }
         slot.clear().map_err(|e| e.to_string())
     }
 
     /// The runner is dead. Finishes what it left, and gives up the attempt if that did not end it.
-    fn finish_dead_runner(&mut self, order: &RunnerOrder) -> Result<(), String> {
-        let reaped = reaper::reap_one(&self.home, &mut self.recorder, &order.id);
+    fn finish_dead_runner(&mut self, claim: &Claim) -> Result<(), String> {
+        let reaped = reaper::reap_one(&self.home, &mut self.recorder, &claim.id);
         for record in &reaped.finished {
             self.send_event(WorkerEvent::Recovered {
                 id: record.id.to_string(),
@@ -214,21 +215,14 @@ impl MaintenanceThread {
                 status: record.status,
             });
         }
-        if run_dir::attempt_exists(&self.home, &order.id, order.attempt) {
+        if run_dir::attempt_exists(&self.home, &claim.id, claim.attempt) {
             // The database is unavailable, or some process cannot be killed. The run directory keeps everything that is
             // needed, and the next sweep tries again.
             return Ok(());
         }
         let by = run_dir::new_attempt_key();
-        let lost = LostAttempt {
-            id: order.id.as_str(),
-            attempt: order.attempt,
-            key: &order.key,
-            by: &by,
-            reason: Reason::RunnerLost.as_str(),
-            message: "its runner died before it began",
-            proof: LossProof::RunnerGone,
-        };
+        let message = "its runner died before it began";
+        let lost = claim.lost_attempt(&by, Reason::RunnerLost, message);
         let given_up = match self.recorder.with(|store| store.give_up(&lost)) {
             // The worker tries to close the slot again later.
             Err(e) if e.is_transient() => return Err(error_chain(&e)),
@@ -242,8 +236,8 @@ impl MaintenanceThread {
         };
         if given_up {
             self.send_event(WorkerEvent::GivenUp {
-                id: order.id.to_string(),
-                attempt: order.attempt,
+                id: claim.id.to_string(),
+                attempt: claim.attempt,
             });
         }
         Ok(())

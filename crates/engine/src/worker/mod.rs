@@ -10,7 +10,8 @@
 //!
 //! In reading order: `options`, `event` and `error` (the interface), `slot` (a slot on disk, and the order for its
 //! runner), `slot_table` (the slots of a worker), this file (one round of the loop), `claiming` (claims work and starts
-//! runners), `maintenance` (the threads), `lease_renewal` (the runner's side), `name` (the lock on a worker's name).
+//! runners), `maintenance` (the threads), `runner` and `lease_renewal` (the runner's side), `name` (the lock on a worker's
+//! name).
 
 mod claiming;
 mod error;
@@ -19,6 +20,7 @@ pub mod lease_renewal;
 mod maintenance;
 mod name;
 mod options;
+pub mod runner;
 pub mod slot;
 mod slot_table;
 
@@ -329,10 +331,12 @@ impl Worker {
                     let Some(slot) = locked.map_err(|e| slot_error(&entry.path, e))? else {
                         continue;
                     };
-                    on_event(WorkerEvent::RunnerEnded {
-                        id: busy.id.clone(),
-                        attempt: busy.attempt,
-                    });
+                    if let Some(claim) = &busy.claim {
+                        on_event(WorkerEvent::RunnerEnded {
+                            id: claim.id.to_string(),
+                            attempt: claim.attempt,
+                        });
+                    }
                     slot
                 }
                 SlotState::Stuck { until, .. } if *until <= Instant::now() => {
@@ -360,7 +364,7 @@ impl Worker {
             return Ok(());
         }
         self.slots[at].state = SlotState::Closing {
-            key: order.map(|order| order.key),
+            key: order.map(|order| order.claim.key),
         };
         self.maintenance.submit(MaintenanceJob::Close(at, slot))
     }
@@ -402,7 +406,7 @@ impl Worker {
         let host = self.host.clone();
         let cancels = self.recorder.with(|store| store.requested_cancels(&host))?;
         for (_, _, key) in cancels {
-            let of_it = |entry: &&mut SlotEntry| matches!(&entry.state, SlotState::Busy(b) if b.key == key && !b.cancel_sent);
+            let of_it = |entry: &&mut SlotEntry| matches!(&entry.state, SlotState::Busy(b) if b.has_key(&key) && !b.cancel_sent);
             if let Some(entry) = self.slots.iter_mut().find(of_it)
                 && let SlotState::Busy(busy) = &mut entry.state
             {
@@ -417,7 +421,7 @@ impl Worker {
             return Ok(());
         }
         let keys = self.slots.iter().filter_map(|entry| match &entry.state {
-            SlotState::Busy(busy) => Some(busy.key.clone()),
+            SlotState::Busy(busy) => busy.claim.as_ref().map(|claim| claim.key.clone()),
             SlotState::Closing { key } => key.clone(),
             SlotState::Free(_) | SlotState::Stuck { .. } => None,
         });

@@ -13,9 +13,9 @@ use rustix::fs::{FlockOperation, Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 
+use crate::attempt::context::Claim;
 use crate::home::{Home, create_private_dir};
-use store::types::analysis_id::AnalysisId;
-use store::{Capacity, LeasedAttempt};
+use store::Capacity;
 
 pub const ORDER_VERSION: u32 = 1;
 const ORDER_BYTES_MAX: u64 = 16 << 20;
@@ -31,16 +31,11 @@ const INPUTS: &str = "inputs";
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunnerOrder {
     pub version: u32,
-    pub id: AnalysisId,
-    pub attempt: u32,
-    pub key: String,
-    /// The database that has the attempt. Empty in the order of an older worker.
-    #[serde(default)]
-    pub database_id: String,
+    #[serde(flatten)]
+    pub claim: Claim,
     /// JSON of [`store::types::submission::Submission`].
     pub request: String,
     pub submitter: String,
-    pub lease_ms: u64,
     /// What the attempt counts for in the worker's sums.
     pub memory_bytes: u64,
     pub cpu_milli: u64,
@@ -57,14 +52,6 @@ impl RunnerOrder {
         Capacity {
             memory_bytes: self.memory_bytes,
             cpu_milli: self.cpu_milli,
-        }
-    }
-
-    pub fn leased_attempt(&self) -> LeasedAttempt<'_> {
-        LeasedAttempt {
-            id: self.id.as_str(),
-            attempt: self.attempt,
-            key: &self.key,
         }
     }
 
@@ -261,17 +248,20 @@ pub fn signal_runner(path: &Path) -> bool {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use store::types::analysis_id::AnalysisId;
 
     fn order(slot: &Path, request: String) -> RunnerOrder {
         RunnerOrder {
             version: ORDER_VERSION,
-            id: AnalysisId::new("mine").unwrap(),
-            attempt: 1,
-            key: "k".into(),
-            database_id: "d".into(),
+            claim: Claim {
+                id: AnalysisId::new("mine").unwrap(),
+                attempt: 1,
+                key: "k".into(),
+                database_id: "d".into(),
+                lease_ms: 1,
+            },
             request,
             submitter: "ada".into(),
-            lease_ms: 1,
             memory_bytes: 1,
             cpu_milli: 1,
             cpu_milli_max: 1,
@@ -299,6 +289,25 @@ mod tests {
                 assert!(!left.contains("secret"));
             }
         }
+    }
+
+    /// A worker of another version reads these names.
+    #[test]
+    fn the_names_of_an_order_do_not_change() {
+        let text = r#"{"version":1,"id":"mine","attempt":1,"key":"k","database_id":"d","request":"r","submitter":"ada",
+            "lease_ms":1,"memory_bytes":1,"cpu_milli":1,"cpu_milli_max":1,"slot":"/s","worker":"/s/lock"}"#;
+        let expected = order(Path::new("/s"), "r".into());
+        let read: RunnerOrder = serde_json::from_str(text).unwrap();
+        assert!(read == expected);
+        let names = |value: serde_json::Value| -> Vec<String> {
+            value.as_object().unwrap().keys().cloned().collect()
+        };
+        let written = serde_json::to_value(&expected).unwrap();
+        assert_eq!(names(written), names(serde_json::from_str(text).unwrap()));
+        // An older worker names no database.
+        let older = text.replace("\"database_id\":\"d\",", "");
+        let read: RunnerOrder = serde_json::from_str(&older).unwrap();
+        assert_eq!(read.claim.database_id, "");
     }
 
     /// A pid from an earlier runner must not be signalled.

@@ -5,7 +5,8 @@ use std::process::Child;
 use std::time::Instant;
 
 use super::error::{WorkerError, slot_error};
-use super::slot::{self, Slot};
+use super::slot::{self, RunnerOrder, Slot};
+use crate::attempt::context::Claim;
 use store::Capacity;
 
 /// One slot of the worker.
@@ -30,13 +31,18 @@ pub(super) enum SlotState {
 }
 
 pub(super) struct BusySlot {
-    pub id: String,
-    pub attempt: u32,
-    pub key: String,
+    /// `None`: the runner has cleared its order and is about to end.
+    pub claim: Option<Claim>,
     pub counted: Capacity,
     pub child: Option<Child>,
     /// The runner was told to cancel already.
     pub cancel_sent: bool,
+}
+
+impl BusySlot {
+    pub fn has_key(&self, key: &str) -> bool {
+        self.claim.as_ref().is_some_and(|claim| claim.key == key)
+    }
 }
 
 /// Opens every slot directory that exists, and creates more until there are `slots`.
@@ -59,23 +65,13 @@ pub(super) fn open_slots(slots_at: &Path, slots: u32) -> Result<Vec<SlotEntry>, 
 
 /// A runner that an earlier worker started.
 fn adopted_runner(path: &Path) -> BusySlot {
-    match slot::read_order(path) {
-        Some(order) => BusySlot {
-            id: order.id.to_string(),
-            attempt: order.attempt,
-            counted: order.reserved_capacity(),
-            key: order.key,
-            child: None,
-            cancel_sent: false,
-        },
-        // The runner has cleared its order and is about to end.
-        None => BusySlot {
-            id: String::new(),
-            attempt: 0,
-            counted: Capacity::default(),
-            key: String::new(),
-            child: None,
-            cancel_sent: false,
-        },
+    let order = slot::read_order(path);
+    BusySlot {
+        counted: order
+            .as_ref()
+            .map_or_else(Capacity::default, RunnerOrder::reserved_capacity),
+        claim: order.map(|order| order.claim),
+        child: None,
+        cancel_sent: false,
     }
 }

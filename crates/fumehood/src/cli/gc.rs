@@ -162,7 +162,8 @@ fn clear_slots(home: &Home, recorder: &mut Recorder) -> anyhow::Result<()> {
     let unfinished = recorder.with(|store| store.unfinished(None))?;
     let running: HashSet<&str> = unfinished.iter().map(|u| u.key.as_str()).collect();
     slot::clear_finished_orders(home, |order| {
-        order.database_id == database_id && !running.contains(order.key.as_str())
+        let claim = &order.claim;
+        claim.database_id == database_id && !running.contains(claim.key.as_str())
     })
     .context("clear what dead workers left in their slots")
 }

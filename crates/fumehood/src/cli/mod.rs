@@ -9,7 +9,7 @@
 //! - `list`, `show`, `logs`, `outputs`, `verify`, `db`: read the record. `record`, `workspace`, `remove`, `gc`,
 //!   `object_gc`: change it.
 //! - `doctor`: prints what the crate `doctor` finds.
-//! - `record_access`, `run_dirs`, `ids`, `attempt_text`, `time_format`: shared by the commands.
+//! - `record_access`, `ids`, `attempt_text`, `time_format`: shared by the commands.
 
 pub mod args;
 mod attempt_text;
@@ -32,7 +32,6 @@ mod record_access;
 mod remove;
 mod retry;
 mod run;
-mod run_dirs;
 mod runner;
 mod sd_notify;
 mod show;
@@ -50,6 +49,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 use engine::attempt::terminal_filter::TerminalFilter;
+use engine::recovery::run_dirs;
 
 /// The hidden command with which a worker starts a runner.
 pub const RUNNER: &str = "__runner";

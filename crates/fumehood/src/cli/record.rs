@@ -102,7 +102,7 @@ pub fn record(args: &RecordArgs) -> anyhow::Result<u8> {
     let (settings, collection, again) =
         settings::record_command_settings(args.given_settings(), &sources)?;
     let home = record_access::home()?;
-    let mut recorder: Recorder = record_access::open_recorder(&settings, &home)?
+    let mut recorder: Recorder = Recorder::from_settings(&settings, &home)?
         .context("--db none keeps no record; name a database, or leave it out")?;
     let handed = ExternalResult {
         id: &id,

@@ -5,15 +5,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
-use engine::attempt::recorder::PostProcessCommand;
 use engine::attempt::recorder::Recorder;
 use engine::home::Home;
 use store::artifacts::{self, Artifacts, ExportContent, ExportedFile, Overwrite};
 use store::types::manifest::{ContentHash, OutputPath};
-use store::{Location, LocationOrigin, StoredOutput};
+use store::{Location, StoredOutput};
 
 use super::args::StoreArgs;
-use engine::settings::record::DbOrigin;
 use engine::settings::{self, RecordSettings, Sources};
 
 /// Opens the record for commands that need one.
@@ -27,77 +25,24 @@ const NO_RECORD: &str =
 
 /// Opens the record that the settings name.
 pub fn open_required(settings: &RecordSettings, home: &Home) -> anyhow::Result<Recorder> {
-    open_recorder(settings, home)?.context(NO_RECORD)
+    Recorder::from_settings(settings, home)?.context(NO_RECORD)
 }
 
 /// Opens the record for commands that can also work without one.
 pub fn open_optional(args: &StoreArgs) -> anyhow::Result<(Home, Option<Recorder>)> {
     let settings = settings::record_settings(args.given_settings(), &Sources::from_process()?)?;
     let home = home()?;
-    let recorder = open_recorder(&settings, &home)?;
+    let recorder = Recorder::from_settings(&settings, &home)?;
     Ok((home, recorder))
 }
 
 pub fn home() -> anyhow::Result<Home> {
-    let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
-    Ok(Home::find(&env)?.open()?)
+    Ok(Home::from_process()?.open()?)
 }
-
-/// Variables with which a caller may always identify itself to a database server.
-const CALLER_VARIABLES: [&str; 6] = [
-    "PGUSER",
-    "PGPASSWORD",
-    "PGPASSFILE",
-    "PGSSLCERT",
-    "PGSSLKEY",
-    "HOME",
-];
 
 /// Returns the location of the record.
 pub fn location(settings: &RecordSettings, home: &Home) -> anyhow::Result<Location> {
-    let location = match &settings.db {
-        None => Location::Sqlite(home.database()),
-        Some(choice) => {
-            let origin = match choice.origin {
-                DbOrigin::CommandLine => LocationOrigin::CommandLine,
-                DbOrigin::Environment => LocationOrigin::Environment,
-                DbOrigin::File | DbOrigin::Policy => LocationOrigin::File,
-            };
-            // Nothing that the caller sets may lead the operator's address elsewhere or weaken it.
-            let is_ours = choice.origin != DbOrigin::Policy;
-            let env = |name: &str| match is_ours || CALLER_VARIABLES.contains(&name) {
-                true => std::env::var_os(name),
-                false => None,
-            };
-            Location::parse(&choice.text, origin, &env).context("use the database")?
-        }
-    };
-    anyhow::ensure!(
-        location != Location::None || !settings.required,
-        "the operator's policy requires a record; leave out --db none"
-    );
-    Ok(location)
-}
-
-/// Returns `None` if nothing is recorded (`--db none`).
-pub fn open_recorder(settings: &RecordSettings, home: &Home) -> anyhow::Result<Option<Recorder>> {
-    let location = location(settings, home)?;
-    if location == Location::None {
-        return Ok(None);
-    }
-    let artifacts_at = settings.artifacts.clone();
-    let step = settings
-        .post_process
-        .as_ref()
-        .map(|step| PostProcessCommand {
-            command: step.command.clone(),
-            timeout_ms: step.timeout_ms,
-        });
-    Ok(Some(Recorder::new(
-        location,
-        artifacts_at.unwrap_or_else(|| home.artifacts()),
-        step,
-    )))
+    Ok(settings.location(home, &|name| std::env::var_os(name))?)
 }
 
 /// Exports outputs of an attempt to a directory: those named, or all. Reads from the artifact store of this machine,

@@ -2,7 +2,7 @@
 
 use std::io::{IsTerminal, Write};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
@@ -11,11 +11,7 @@ use engine::attempt::record::{CommitState, Record, Status};
 use engine::attempt::record_builder;
 use engine::attempt::recorder::Recorder;
 use engine::collect::CollectProgress;
-use engine::home::Home;
-use engine::pipeline::{
-    self, AttemptError, CompletedRun, RunContext, RunObserver, StartFailure, WorkspaceSource,
-};
-use engine::plan::runtime::CallerEnvironment;
+use engine::pipeline::{self, AttemptError, CompletedRun, RunContext, RunObserver, StartFailure};
 use rustix::termios::{OptionalActions, Termios};
 use sandbox::cgroup::OwnProcess;
 use sandbox::events::{self, PollFlags, SignalQueue};
@@ -77,7 +73,7 @@ fn run_attempt(
     let mut recorder = match &raw {
         // A shell session is not recorded.
         Some(_) => None,
-        None => record_access::open_recorder(&resolved.record, &context.home)?,
+        None => Recorder::from_settings(&resolved.record, &context.home)?,
     };
     if let (Some(to), None) = (&resolved.record.to, &recorder) {
         anyhow::bail!("--to {to:?} exports what was committed, and nothing is, with --db none");
@@ -157,22 +153,11 @@ fn run_attempt(
 }
 
 fn run_context(resolved: &Resolved, terminal: Terminal) -> anyhow::Result<RunContext> {
-    let env = |name: &str| std::env::var_os(name).map(PathBuf::from);
-    let context = RunContext {
-        home: Home::find(&env)?.open()?,
-        caller: CallerEnvironment::from_process(),
-        launcher: PathBuf::from("/proc/self/exe"),
+    Ok(RunContext {
         terminal,
         own_process: OwnProcess::MayMove,
-        workspace_source: match resolved.record.in_workspace {
-            Some(_) => WorkspaceSource::Prepared,
-            None => WorkspaceSource::Fresh,
-        },
-        free_reserve_bytes: resolved.record.free_reserve_bytes,
-        store_quota_bytes: resolved.record.store_quota_bytes,
-        claimed: None,
-    };
-    Ok(context)
+        ..RunContext::new(record_access::home()?, &resolved.record)
+    })
 }
 
 /// Prints the result as one document. Returns the exit code, which is not 0 if the result cannot be printed.

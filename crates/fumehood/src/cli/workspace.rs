@@ -115,7 +115,7 @@ fn create(args: &CreateArgs) -> anyhow::Result<u8> {
     let (settings, root, keep_for_ms) =
         settings::workspace_settings(given, &Sources::from_process()?)?;
     let home = record_access::home()?;
-    let mut recorder = record_access::open_recorder(&settings, &home)?;
+    let mut recorder = Recorder::from_settings(&settings, &home)?;
     let path =
         staged_commands::create_workspace(&home, recorder.as_mut(), &id, &root, keep_for_ms)?;
     match args.json {

@@ -27,7 +27,7 @@ pub fn submit(args: &SubmitArgs) -> anyhow::Result<u8> {
     let sources = Sources::from_process()?;
     let config = SubmissionConfig::new(args.given_settings(), &sources)?;
     let home = record_access::home()?;
-    let recorder = record_access::open_recorder(&config.record()?, &home)?.context(
+    let recorder = Recorder::from_settings(&config.record()?, &home)?.context(
         "there is no queue with --db none; name a database with --db, FUMEHOOD_DB or FUMEHOOD_DB_FILE",
     )?;
     let mut session = SubmitSession {

@@ -1,4 +1,4 @@
-//! The run directories of this home. This module reads them without changing or locking them.
+//! The run directories of this home, read without changing or locking them; and how to cancel the run in one.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -6,11 +6,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use engine::home::{self, Home};
-use engine::request::AnalysisId;
-use engine::run_dir::{RunDir, RunRecord, RunState, StateFile};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use crate::home::{self, Home};
+use crate::request::AnalysisId;
+use crate::run_dir::{RunDir, RunRecord, RunState, StateFile};
 
 const RECORD_FILE: &str = "run.json";
 const RECORD_BYTES_MAX: u64 = 1 << 20;
