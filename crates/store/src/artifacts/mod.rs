@@ -180,6 +180,19 @@ enum PlaceFault {
     Damaged,
 }
 
+impl PlaceFault {
+    fn into_error(self, hash: &ContentHash) -> ArtifactError {
+        let hash = *hash;
+        match self {
+            PlaceFault::Damaged => ArtifactError::Damaged { hash },
+            PlaceFault::Errno(e) => ArtifactError::Place {
+                hash,
+                source: e.into(),
+            },
+        }
+    }
+}
+
 impl From<Errno> for PlaceFault {
     fn from(errno: Errno) -> PlaceFault {
         PlaceFault::Errno(errno)
@@ -275,13 +288,7 @@ impl Artifacts {
         match hashing::is_content(file.as_fd(), hash, bytes) {
             Ok(true) => {}
             Ok(false) => return Err(ArtifactError::Damaged { hash: *hash }),
-            Err(source) => {
-                return Err(ArtifactError::Object {
-                    path: other.path.clone(),
-                    hash: *hash,
-                    source,
-                });
-            }
+            Err(source) => return Err(other.object_failed(hash, source)),
         }
         self.place_file(file.as_fd(), hash, bytes, TransferMode::Move)
     }
@@ -343,11 +350,15 @@ impl Artifacts {
     /// Opens an object for reading. The descriptor stays readable even if a sweep removes the object.
     pub fn open_object(&self, hash: &ContentHash) -> Result<File, ArtifactError> {
         let opened = files::open_object(self.objects.as_fd(), &object_name(hash));
-        opened.map_err(|e| ArtifactError::Object {
+        opened.map_err(|e| self.object_failed(hash, e))
+    }
+
+    fn object_failed(&self, hash: &ContentHash, source: impl Into<io::Error>) -> ArtifactError {
+        ArtifactError::Object {
             path: self.path.clone(),
             hash: *hash,
-            source: e.into(),
-        })
+            source: source.into(),
+        }
     }
 
     /// The path of an object, for display or for links by programs that never write to it.
@@ -365,14 +376,8 @@ impl Artifacts {
     /// Whether an intact object exists. Reads it if it is not durable. If the process that placed it has not made it
     /// durable yet, this process's next [`Artifacts::make_durable`] does.
     pub fn has_object(&self, hash: &ContentHash, bytes: u64) -> Result<bool, ArtifactError> {
-        let found = self
-            .find_existing(hash, bytes)
-            .map_err(|e| ArtifactError::Object {
-                path: self.path.clone(),
-                hash: *hash,
-                source: e.into(),
-            })?;
-        match found {
+        let found = self.find_existing(hash, bytes);
+        match found.map_err(|e| self.object_failed(hash, e))? {
             ExistingObject::Nothing | ExistingObject::Bad => Ok(false),
             ExistingObject::Durable => Ok(true),
             ExistingObject::Whole => self.note_unsynced(*hash).map(|()| true),
@@ -462,13 +467,7 @@ impl Artifacts {
         let placed = rustix::fs::fchmod(draft.as_fd(), PLACED)
             .map_err(PlaceFault::from)
             .and_then(|()| self.place(draft.as_fd(), hash, bytes));
-        placed.map_err(|fault| match fault {
-            PlaceFault::Damaged => ArtifactError::Damaged { hash: *hash },
-            PlaceFault::Errno(e) => ArtifactError::Place {
-                hash: *hash,
-                source: e.into(),
-            },
-        })
+        placed.map_err(|fault| fault.into_error(hash))
     }
 
     fn draft(&self) -> io::Result<files::Draft<'_>> {

@@ -66,11 +66,7 @@ pub struct StoreUsage {
 impl Artifacts {
     /// Reads a whole object and compares it with its name and length.
     pub fn verify(&self, hash: &ContentHash, bytes: u64) -> Result<ObjectCondition, ArtifactError> {
-        let failed = |source: std::io::Error| ArtifactError::Object {
-            path: self.path.clone(),
-            hash: *hash,
-            source,
-        };
+        let failed = |source: std::io::Error| self.object_failed(hash, source);
         let name = object_name(hash);
         let stat = match rustix::fs::statat(&self.objects, &name, AtFlags::SYMLINK_NOFOLLOW) {
             Err(Errno::NOENT) => return Ok(ObjectCondition::Missing),

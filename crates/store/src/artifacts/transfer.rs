@@ -177,11 +177,7 @@ impl Artifacts {
             // The file has an attribute that cannot be removed, or the file system has no hard links. A copy has only
             // what Fumehood gives it.
             Err(PlaceFault::Errno(Errno::PERM | Errno::ACCESS | Errno::OPNOTSUPP)) => Ok(None),
-            Err(PlaceFault::Damaged) => Err(ArtifactError::Damaged { hash: *hash }),
-            Err(PlaceFault::Errno(e)) => Err(ArtifactError::Place {
-                hash: *hash,
-                source: e.into(),
-            }),
+            Err(fault) => Err(fault.into_error(hash)),
         }
     }
 
