@@ -1,13 +1,11 @@
 //! `fumehood db`: migrates, measures and exports the database.
 
-use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use engine::attempt::recorder::Recorder;
-use engine::home::Home;
 use serde::Serialize;
 use store::types::units::format_size;
 use store::{MigrationResult, Store, StoreStatus};
@@ -114,20 +112,11 @@ fn migrate(args: &MigrateArgs) -> anyhow::Result<u8> {
 }
 
 #[derive(Serialize)]
-struct StatusDocument {
+struct StatusDocument<'a> {
     schema: &'static str,
     database: String,
-    database_id: String,
-    database_schema: String,
-    database_bytes: u64,
-    rows: BTreeMap<&'static str, u64>,
-    states: BTreeMap<String, u64>,
-    oldest_ms: Option<i64>,
-    newest_ms: Option<i64>,
-    output_bytes: u64,
-    last_7_days_attempts: u64,
-    last_7_days_output_bytes: u64,
-    post_process_due: u64,
+    #[serde(flatten)]
+    status: &'a StoreStatus,
     artifacts: DirectoryUsage,
     home: DirectoryUsage,
     /// Attempts in this home that await their commit.
@@ -158,9 +147,19 @@ fn status(args: &StatusArgs) -> anyhow::Result<u8> {
         .filter(|s| waits(s))
         .count() as u64;
     match args.json {
-        true => print::json(&status_document(
-            &status, &recorder, &home, artifacts, waiting,
-        ))?,
+        true => print::json(&StatusDocument {
+            schema: "fumehood.db-status/1",
+            database: recorder.location.to_string(),
+            status: &status,
+            artifacts,
+            home: DirectoryUsage {
+                path: home.path().display().to_string(),
+                objects: None,
+                bytes: None,
+                free_bytes: free_bytes(home.path()),
+            },
+            awaiting_commit: waiting,
+        })?,
         false => {
             let now_ms = recorder.with(|store| store.now_ms())?;
             print_status(&status, &recorder, &artifacts, waiting, now_ms)?;
@@ -187,38 +186,6 @@ fn artifacts_usage(recorder: &Recorder) -> anyhow::Result<DirectoryUsage> {
         bytes: used.map(|used| used.bytes),
         free_bytes: free_bytes(path),
     })
-}
-
-fn status_document(
-    status: &StoreStatus,
-    recorder: &Recorder,
-    home: &Home,
-    artifacts: DirectoryUsage,
-    awaiting_commit: u64,
-) -> StatusDocument {
-    StatusDocument {
-        schema: "fumehood.db-status/1",
-        database: recorder.location.to_string(),
-        database_id: status.id.clone(),
-        database_schema: status.schema.to_string(),
-        database_bytes: status.bytes,
-        rows: status.rows.iter().copied().collect(),
-        states: status.states.iter().cloned().collect(),
-        oldest_ms: status.oldest_ms,
-        newest_ms: status.newest_ms,
-        output_bytes: status.output_bytes,
-        last_7_days_attempts: status.last_7_days_attempts,
-        last_7_days_output_bytes: status.last_7_days_output_bytes,
-        post_process_due: status.post_process_due,
-        artifacts,
-        home: DirectoryUsage {
-            path: home.path().display().to_string(),
-            objects: None,
-            bytes: None,
-            free_bytes: free_bytes(home.path()),
-        },
-        awaiting_commit,
-    }
 }
 
 fn print_status(

@@ -1,7 +1,6 @@
 //! `fumehood record`: records results that were made without a sandbox.
 
 use std::ffi::OsString;
-use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 
 use anyhow::Context;
@@ -11,7 +10,7 @@ use engine::recovery::staged_commands::{self, ExternalResult};
 use engine::request::AnalysisId;
 
 use super::args::{self, StoreArgs};
-use super::progress::ProgressLine;
+use super::progress::StderrProgress;
 use super::{exit, messages, print, record_access, run_dirs};
 use engine::settings::table::{GivenSettings, Key};
 use engine::settings::{self, Sources};
@@ -115,16 +114,11 @@ pub fn record(args: &RecordArgs) -> anyhow::Result<u8> {
         dir: args.dir.as_deref(),
         collection,
     };
-    let mut line = std::io::stderr().is_terminal().then(ProgressLine::default);
+    let mut line = StderrProgress::new();
     let done = staged_commands::record(&home, &mut recorder, &handed, &mut |progress| {
-        if let Some(text) = line.as_mut().and_then(|line| line.show(progress)) {
-            // Nobody may be reading stderr. That is not a reason to fail.
-            let _ = std::io::stderr().write_all(text.as_bytes());
-        }
+        line.show(progress);
     });
-    if let Some(text) = line.as_mut().and_then(ProgressLine::clear) {
-        let _ = std::io::stderr().write_all(text.as_bytes());
-    }
+    line.clear();
     let record = match done {
         Ok(record) => record,
         Err(e) if run_dirs::has_any(&home, &id) => {

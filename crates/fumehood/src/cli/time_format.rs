@@ -35,22 +35,25 @@ pub fn parse_since(text: &str, now_ms: i64) -> Result<i64, TimeParseError> {
 }
 
 fn parse_date(text: &str) -> Option<i64> {
-    let text = text.strip_suffix('Z').unwrap_or(text);
-    let text = text.replacen(' ', "T", 1);
-    let parse = |form| {
-        let time = DateTime::strptime(form, &text).ok()?;
-        // The parser also takes `2026-1-1` and a leap second. Take only what is formatted like that again.
-        (time.strftime(form).to_string() == text).then_some(time)
-    };
-    let forms = ["%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%S"];
-    let time = forms.into_iter().find_map(parse)?;
-    i64::try_from(time.duration_since(EPOCH).as_millis()).ok()
+    const FORM: &str = "2026-01-31T12:00:00";
+    let mut text = text.strip_suffix('Z').unwrap_or(text).replacen(' ', "T", 1);
+    match text.len() {
+        10 => text.push_str("T00:00:00"),
+        16 => text.push_str(":00"),
+        _ => {}
+    }
+    let time: DateTime = text.parse().ok()?;
+    // The parser takes further forms, and a leap second. Take only what is formatted like that again.
+    let is_exact = text.len() == FORM.len() && time.to_string() == text;
+    let since = is_exact.then(|| time.duration_since(EPOCH))?;
+    i64::try_from(since.as_millis()).ok()
 }
 
 /// Formats `2026-01-31 12:00:05`, in UTC.
 pub fn format_date(ms: i64) -> String {
-    let time = EPOCH.saturating_add(SignedDuration::from_millis(ms));
-    time.strftime("%Y-%m-%d %H:%M:%S").to_string()
+    let seconds = SignedDuration::from_secs(ms.div_euclid(SECOND_MS));
+    let time = EPOCH.saturating_add(seconds);
+    time.to_string().replace('T', " ")
 }
 
 /// Formats `5s`, `12m`, `3h`, `8d`: the largest unit, truncated. A time in the future (clocks differ) is `0s`.

@@ -2,8 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
-use std::io::{self, IsTerminal, Write};
-use std::time::{Duration, Instant};
+use std::io;
 
 use anyhow::Context;
 use engine::attempt::recorder::Recorder;
@@ -16,6 +15,7 @@ use store::types::units::format_size;
 
 use super::args::StoreArgs;
 use super::print::{self, StdoutWriter, escape, format_count};
+use super::progress::StderrProgress;
 use super::{exit, ids, messages, record_access};
 
 /// Check that everything recorded exists and is unchanged.
@@ -86,7 +86,7 @@ pub fn verify(args: &VerifyArgs) -> anyhow::Result<u8> {
             ..VerifyReport::default()
         },
         bad: Vec::new(),
-        progress: (!args.json && io::stderr().is_terminal()).then(Instant::now),
+        progress: (!args.json).then(StderrProgress::new),
     };
     match &id {
         Some(id) => check.one(&mut recorder, id)?,
@@ -112,8 +112,7 @@ struct ObjectCheck<'a> {
     artifacts: &'a Artifacts,
     report: VerifyReport,
     bad: Vec<(ContentHash, u64, String)>,
-    /// When the progress line was last drawn.
-    progress: Option<Instant>,
+    progress: Option<StderrProgress>,
 }
 
 impl ObjectCheck<'_> {
@@ -138,23 +137,25 @@ impl ObjectCheck<'_> {
         let mut objects = BTreeMap::new();
         let mut elsewhere = BTreeMap::new();
         let here = self.artifacts.id();
+        let mut note = |is_here: bool, hash, bytes| {
+            let objects = if is_here {
+                &mut objects
+            } else {
+                &mut elsewhere
+            };
+            objects.insert(hash, bytes);
+        };
         let machine = home::machine_id();
         for summary in recorder.with(|store| store.attempts(id))? {
             for output in recorder.with(|store| store.outputs(id, summary.attempt))? {
                 self.report.beside |= output.artifact_store != here && output.host == machine;
-                match output.artifact_store == here {
-                    true => objects.insert(output.blake3, output.bytes),
-                    false => elsewhere.insert(output.blake3, output.bytes),
-                };
+                note(output.artifact_store == here, output.blake3, output.bytes);
             }
             for stream in STREAMS {
                 let log = recorder.with(|store| store.log(id, summary.attempt, stream))?;
                 let Some(log) = log else { continue };
                 if let (Some(hash), Some(bytes)) = (log.object, log.object_bytes) {
-                    match log.artifact_store.as_deref() == Some(here) {
-                        true => objects.insert(hash, bytes),
-                        false => elsewhere.insert(hash, bytes),
-                    };
+                    note(log.artifact_store.as_deref() == Some(here), hash, bytes);
                 }
             }
         }
@@ -166,7 +167,10 @@ impl ObjectCheck<'_> {
     }
 
     fn object(&mut self, hash: &ContentHash, bytes: u64) -> anyhow::Result<()> {
-        self.draw();
+        if let Some(progress) = &mut self.progress {
+            let (n, bytes) = (self.report.checked, self.report.bytes);
+            progress.show_text(|| format!("checked {n} objects, {}", format_size(bytes)));
+        }
         let what = match self.artifacts.verify(hash, bytes) {
             Ok(verdict) => describe(&verdict, bytes),
             Err(e) => Some(format!("{:#}", anyhow::Error::from(e))),
@@ -182,7 +186,9 @@ impl ObjectCheck<'_> {
     /// Names the attempts that refer to damaged objects. An object that nobody refers to by now was removed during the
     /// check and is not missing.
     fn name_users(&mut self, recorder: &mut Recorder) -> anyhow::Result<()> {
-        self.clear();
+        if let Some(mut progress) = self.progress.take() {
+            progress.clear();
+        }
         let here = self.artifacts.id().to_owned();
         for (hash, bytes, what) in std::mem::take(&mut self.bad) {
             let users = recorder.with(|store| store.attempts_using(&here, &hash, USERS_MAX))?;
@@ -197,28 +203,6 @@ impl ObjectCheck<'_> {
             });
         }
         Ok(())
-    }
-
-    fn draw(&mut self) {
-        const REDRAWN: Duration = Duration::from_millis(200);
-        if self
-            .progress
-            .is_some_and(|drawn| drawn.elapsed() >= REDRAWN)
-        {
-            self.progress = Some(Instant::now());
-            let (n, bytes) = (self.report.checked, format_size(self.report.bytes));
-            // Nobody may be reading stderr. That is not a reason to fail.
-            let _ = write!(
-                io::stderr(),
-                "\r\x1b[Kfumehood: checked {n} objects, {bytes}"
-            );
-        }
-    }
-
-    fn clear(&self) {
-        if self.progress.is_some() {
-            let _ = write!(io::stderr(), "\r\x1b[K");
-        }
     }
 }
 

@@ -23,7 +23,7 @@ use sha2::{Digest, Sha256};
 use super::files;
 use crate::types::escaping::escape_terminal;
 use crate::types::manifest::{ContentHash, OutputPath};
-use crate::types::random_hex::random_hex;
+use crate::types::random_hex::{random_hex, to_hex};
 
 /// How many conflicts an error message lists.
 const CONFLICTS_MAX: usize = 20;
@@ -476,6 +476,5 @@ fn write_checked(
         }
     };
     let found = ContentHash::from_bytes(*blake3.finalize().as_bytes());
-    let hex = |digest: &[u8]| digest.iter().map(|b| format!("{b:02x}")).collect();
-    Ok((length == bytes && found == *hash).then(|| hex(&sha256.finalize())))
+    Ok((length == bytes && found == *hash).then(|| to_hex(&sha256.finalize())))
 }

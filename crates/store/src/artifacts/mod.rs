@@ -182,10 +182,11 @@ enum PlaceFault {
 
 impl PlaceFault {
     fn into_error(self, hash: &ContentHash) -> ArtifactError {
+        let hash = *hash;
         match self {
-            PlaceFault::Damaged => ArtifactError::Damaged { hash: *hash },
+            PlaceFault::Damaged => ArtifactError::Damaged { hash },
             PlaceFault::Errno(e) => ArtifactError::Place {
-                hash: *hash,
+                hash,
                 source: e.into(),
             },
         }
@@ -368,10 +369,8 @@ impl Artifacts {
     /// Whether an intact object exists. Reads it if it is not durable. If the process that placed it has not made it
     /// durable yet, this process's next [`Artifacts::make_durable`] does.
     pub fn has_object(&self, hash: &ContentHash, bytes: u64) -> Result<bool, ArtifactError> {
-        let found = self
-            .find_existing(hash, bytes)
-            .map_err(|e| self.object_error(hash, e))?;
-        match found {
+        let found = self.find_existing(hash, bytes);
+        match found.map_err(|e| self.object_error(hash, e))? {
             ExistingObject::Nothing | ExistingObject::Bad => Ok(false),
             ExistingObject::Durable => Ok(true),
             ExistingObject::Whole => self.note_unsynced(*hash).map(|()| true),

@@ -13,6 +13,7 @@ use crate::database::error::StoreError;
 use crate::database::value::{Row, SqlValue, values};
 use crate::queue::retry::{self, AttemptEnd, RetryBudget};
 use crate::types::attempt::{Commit, CommitOutcome};
+use crate::types::random_hex::to_hex;
 use crate::types::result_value;
 
 /// Changes the state of an attempt if number, key and old state match. Returns no row if the attempt does not exist,
@@ -198,7 +199,7 @@ fn superseded_key(key: &str) -> String {
         "fumehood 2026-11 key of a superseded attempt",
         key.as_bytes(),
     );
-    hash[..16].iter().map(|b| format!("{b:02x}")).collect()
+    to_hex(&hash[..16])
 }
 
 /// Why `result.json` is not stored as JSON, if it is refused.

@@ -1,7 +1,10 @@
 //! The size of the database, and its whole content as JSON lines.
 
+use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::io::{self, Write};
 
+use serde::{Serialize, Serializer};
 use serde_json::{Map, Value as Json};
 
 use crate::Store;
@@ -12,17 +15,23 @@ use crate::database::migrations::SchemaVersion;
 use crate::database::open;
 use crate::database::schema::{self, DatabaseContent};
 use crate::database::value::{Cell, SqlValue, values};
+use crate::types::random_hex::to_hex;
 
 /// How large the database is and how it grows.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct StoreStatus {
-    pub schema: SchemaVersion,
+    #[serde(rename = "database_id")]
     pub id: String,
-    /// The number of rows of each table.
-    pub rows: Vec<(&'static str, u64)>,
+    #[serde(rename = "database_schema", serialize_with = "serialize_as_text")]
+    pub schema: SchemaVersion,
     /// The size on disk.
+    #[serde(rename = "database_bytes")]
     pub bytes: u64,
+    /// The number of rows of each table.
+    #[serde(serialize_with = "serialize_as_map")]
+    pub rows: Vec<(&'static str, u64)>,
     /// The number of attempts in each state that occurs.
+    #[serde(serialize_with = "serialize_as_map")]
     pub states: Vec<(String, u64)>,
     pub oldest_ms: Option<i64>,
     pub newest_ms: Option<i64>,
@@ -32,6 +41,19 @@ pub struct StoreStatus {
     pub last_7_days_output_bytes: u64,
     /// Attempts whose post-process is pending or failed.
     pub post_process_due: u64,
+}
+
+fn serialize_as_text<T: Display, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(value)
+}
+
+/// Keys in alphabetical order.
+fn serialize_as_map<K: Ord + Serialize, S: Serializer>(
+    pairs: &[(K, u64)],
+    to: S,
+) -> Result<S::Ok, S::Error> {
+    let map: BTreeMap<&K, u64> = pairs.iter().map(|(key, value)| (key, *value)).collect();
+    map.serialize(to)
 }
 
 const WEEK_MS: i64 = 7 * 24 * 3_600_000;
@@ -308,13 +330,12 @@ fn named_json(name: &str, cell: &Cell) -> Result<Json, StoreError> {
 }
 
 fn cell_json(cell: &Cell) -> Result<Json, StoreError> {
-    let hex = |bytes: &[u8]| bytes.iter().map(|b| format!("{b:02x}")).collect::<String>();
     Ok(match cell {
         Cell::Null => Json::Null,
         Cell::Int(value) => Json::from(*value),
         Cell::Bool(value) => Json::from(*value),
         Cell::Text(text) => Json::from(text.as_str()),
-        Cell::Bytes(bytes) => serde_json::json!({"hex": hex(bytes)}),
+        Cell::Bytes(bytes) => serde_json::json!({"hex": to_hex(bytes)}),
         Cell::Json(text) => {
             serde_json::from_str(text).map_err(|_| StoreError::BadValue { what: "JSON" })?
         }

@@ -5,7 +5,7 @@ use std::io;
 use crate::Store;
 use crate::database::connection::Dialect;
 use crate::database::error::StoreError;
-use crate::database::value::{from_row, parse_hash, values};
+use crate::database::value::{Row, from_row, parse_hash, values};
 use crate::types::manifest::ContentHash;
 
 /// How many objects of an artifact store the database refers to.
@@ -17,7 +17,7 @@ pub struct ArtifactStoreUse {
     pub objects: u64,
 }
 
-/// Rows per query, so that memory does not grow with the database.
+/// The number of rows of a page.
 const PAGE: u32 = 1_000;
 /// How many faults are returned.
 const FAULTS_MAX: usize = 100;
@@ -43,6 +43,20 @@ impl Store {
                 SELECT blake3, object_bytes AS bytes FROM logs
                 WHERE artifact_store = $1 AND blake3 IS NOT NULL AND blake3 > $2
             ) AS objects GROUP BY blake3 ORDER BY blake3 LIMIT $3";
+        self.for_each_page_row(what, sql, artifact_store, &mut |hash, row| {
+            each(hash, row.count(what)?).map_err(StoreError::Callback)
+        })
+    }
+
+    /// Calls `each` for every row of a query that returns hashes in order, page by page, so that memory does not grow
+    /// with the database. `$2` is the last hash of the page before, and `$3` the number of rows of a page.
+    pub(crate) fn for_each_page_row(
+        &mut self,
+        what: &'static str,
+        sql: &'static str,
+        artifact_store: &str,
+        each: &mut dyn FnMut(&ContentHash, &mut Row) -> Result<(), StoreError>,
+    ) -> Result<(), StoreError> {
         let mut after = String::new();
         loop {
             let values = values![artifact_store, &after, PAGE];
@@ -50,8 +64,7 @@ impl Store {
             let is_last = rows.len() < PAGE as usize;
             for mut row in rows {
                 after = row.text(what)?;
-                let hash = parse_hash(&after)?;
-                each(&hash, row.count(what)?).map_err(StoreError::Callback)?;
+                each(&parse_hash(&after)?, &mut row)?;
             }
             if is_last {
                 return Ok(());

@@ -2,7 +2,7 @@
 
 use crate::Store;
 use crate::database::error::StoreError;
-use crate::database::value::{Row, SqlValue, from_row, values};
+use crate::database::value::{FromRow, Row, SqlValue, from_row, values};
 use crate::types::attempt::{AttemptUsage, PostProcessState, State};
 use crate::types::manifest::{ContentHash, OutputPath};
 
@@ -199,12 +199,8 @@ impl Store {
                 listing!(" AND a.state IN ($4, $5, $6, $7, $8, $9, $10, $11, $12, $13)")
             }
         };
-        let rows = self.db.query("list the analyses", sql, &values)?;
-        // Skip a row whose attempt number is invalid, so that it does not hide the others.
-        let summaries = rows
-            .into_iter()
-            .filter_map(|mut row| summary(&mut row).ok());
-        Ok(summaries.collect())
+        // A row whose attempt number is invalid is left out.
+        self.db.fetch_readable("list the analyses", sql, &values)
     }
 
     /// Reads one attempt. Without a number, the newest one that is not superseded.
@@ -229,7 +225,8 @@ impl Store {
             Some(attempt) => format!("{id} attempt {attempt}"),
             None => id.to_owned(),
         };
-        attempt_row(row.ok_or(StoreError::NotFound { given })?)
+        row.ok_or(StoreError::NotFound { given })?
+            .read("an attempt")
     }
 
     /// All attempts of an analysis, oldest first.
@@ -239,8 +236,7 @@ impl Store {
             summary_columns!(),
             " FROM attempts a WHERE a.id = $1 ORDER BY a.attempt"
         );
-        let rows = self.db.query("read the attempts", sql, &values![id])?;
-        rows.into_iter().map(|mut row| summary(&mut row)).collect()
+        self.db.fetch_all("read the attempts", sql, &values![id])
     }
 
     /// The outputs of an attempt, sorted by path.
@@ -250,7 +246,9 @@ impl Store {
         let rows = self
             .db
             .query("read the outputs", sql, &values![id, attempt])?;
-        rows.into_iter().map(output).collect()
+        rows.into_iter()
+            .map(|mut row| row.read("an output"))
+            .collect()
     }
 
     /// The bytes of an output, if the database holds them.
@@ -344,17 +342,7 @@ impl Store {
         let sql = "SELECT id, attempt, host, post_process, post_process_tries FROM attempts
                    WHERE post_process IN ('pending', 'failed') AND ($1 IS NULL OR host = $1)
                    ORDER BY created_ms, id, attempt LIMIT $2";
-        let rows = self.db.query(what, sql, &values![host, limit])?;
-        let due = rows.into_iter().map(|mut row| {
-            Ok(DuePostProcess {
-                id: row.text(what)?,
-                attempt: row.attempt()?,
-                host: row.text(what)?,
-                state: PostProcessState::parse(row.maybe_text(what)?.as_deref()),
-                tries: row.count(what)?,
-            })
-        });
-        due.collect()
+        self.db.fetch_all(what, sql, &values![host, limit])
     }
 
     /// Records how a post-process ended. `Done` and `Failed` count as a try.
@@ -402,104 +390,62 @@ fn lenient<T: TryFrom<i64>>(row: &mut Row, what: &'static str) -> Result<Option<
     Ok(value.and_then(|value| T::try_from(value).ok()))
 }
 
-fn summary(row: &mut Row) -> Result<AttemptSummary, StoreError> {
-    let what = "an attempt";
-    let mut summary = AttemptSummary {
-        id: row.text(what)?,
-        attempt: row.attempt()?,
-        state: State::Unknown,
-        state_word: row.text(what)?,
-        reason: row.maybe_text(what)?,
-        message: row.maybe_text(what)?,
-        superseded: row.bool(what)?,
-        host: row.text(what)?,
-        created_ms: row.int(what)?,
-        started_ms: row.maybe_int(what)?,
-        ended_ms: row.maybe_int(what)?,
-        committed_ms: row.maybe_int(what)?,
-        wall_ms: lenient(row, what)?,
-        exit_code: lenient(row, what)?,
-        signal: lenient(row, what)?,
-        isolation_level: row.maybe_text(what)?,
-        complete: row.maybe_bool(what)?,
-        outputs_count: lenient(row, what)?,
-        output_bytes: lenient(row, what)?,
-        post_process_word: row.maybe_text(what)?,
-        post_process: PostProcessState::NotAsked,
-    };
-    summary.state = State::parse(&summary.state_word).unwrap_or(State::Unknown);
-    summary.post_process = PostProcessState::parse(summary.post_process_word.as_deref());
-    Ok(summary)
+impl FromRow for AttemptSummary {
+    fn from_row(row: &mut Row, _what: &'static str) -> Result<AttemptSummary, StoreError> {
+        let what = "an attempt";
+        let mut summary = AttemptSummary {
+            id: row.text(what)?,
+            attempt: row.attempt()?,
+            state: State::Unknown,
+            state_word: row.text(what)?,
+            reason: row.maybe_text(what)?,
+            message: row.maybe_text(what)?,
+            superseded: row.bool(what)?,
+            host: row.text(what)?,
+            created_ms: row.int(what)?,
+            started_ms: row.maybe_int(what)?,
+            ended_ms: row.maybe_int(what)?,
+            committed_ms: row.maybe_int(what)?,
+            wall_ms: lenient(row, what)?,
+            exit_code: lenient(row, what)?,
+            signal: lenient(row, what)?,
+            isolation_level: row.maybe_text(what)?,
+            complete: row.maybe_bool(what)?,
+            outputs_count: lenient(row, what)?,
+            output_bytes: lenient(row, what)?,
+            post_process_word: row.maybe_text(what)?,
+            post_process: PostProcessState::NotAsked,
+        };
+        summary.state = State::parse(&summary.state_word).unwrap_or(State::Unknown);
+        summary.post_process = PostProcessState::parse(summary.post_process_word.as_deref());
+        Ok(summary)
+    }
 }
 
-fn attempt_row(mut row: Row) -> Result<AttemptRow, StoreError> {
-    let what = "an attempt";
-    let summary = summary(&mut row)?;
-    Ok(AttemptRow {
-        summary,
-        boot_id: row.text(what)?,
-        submitter: row.maybe_text(what)?,
-        workspace: row.maybe_text(what)?,
-        usage: usage(&mut row)?,
-        isolation_json: row.maybe_json(what)?,
-        limits_json: row.maybe_json(what)?,
-        hints_json: row.maybe_json(what)?,
-        notices_json: row.maybe_json(what)?,
-        provenance_json: row.maybe_json(what)?,
-        refused_count: row.maybe_count(what)?,
-        result_json: row.maybe_json(what)?,
-        result_note: row.maybe_text(what)?,
-        post_process_tries: row.count(what)?,
-        post_process_message: row.maybe_text(what)?,
-        post_process_ms: row.maybe_int(what)?,
-    })
+impl FromRow for Option<AttemptUsage> {
+    fn from_row(row: &mut Row, _what: &'static str) -> Result<Option<AttemptUsage>, StoreError> {
+        let mut next = || row.maybe_count("what an attempt used");
+        let wall_ms = next()?;
+        let usage = AttemptUsage {
+            wall_ms: wall_ms.unwrap_or(0),
+            cpu_ms: next()?.unwrap_or(0),
+            memory_peak_bytes: next()?,
+            pids_peak: next()?,
+            disk_bytes: next()?.unwrap_or(0),
+            files: next()?.unwrap_or(0),
+            oom_kills: next()?.unwrap_or(0),
+        };
+        Ok(wall_ms.map(|_| usage))
+    }
 }
 
-fn usage(row: &mut Row) -> Result<Option<AttemptUsage>, StoreError> {
-    let what = "what an attempt used";
-    let [
-        wall_ms,
-        cpu_ms,
-        memory_peak_bytes,
-        pids_peak,
-        disk_bytes,
-        files,
-        oom_kills,
-    ] = [
-        row.maybe_count(what)?,
-        row.maybe_count(what)?,
-        row.maybe_count(what)?,
-        row.maybe_count(what)?,
-        row.maybe_count(what)?,
-        row.maybe_count(what)?,
-        row.maybe_count(what)?,
-    ];
-    Ok(wall_ms.map(|wall_ms| AttemptUsage {
-        wall_ms,
-        cpu_ms: cpu_ms.unwrap_or(0),
-        memory_peak_bytes,
-        pids_peak,
-        disk_bytes: disk_bytes.unwrap_or(0),
-        files: files.unwrap_or(0),
-        oom_kills: oom_kills.unwrap_or(0),
-    }))
-}
+from_row!(AttemptRow: summary, boot_id, submitter, workspace, usage, isolation_json, limits_json, hints_json,
+    notices_json, provenance_json, refused_count, result_json, result_note, post_process_tries,
+    post_process_message, post_process_ms);
 
-fn output(mut row: Row) -> Result<StoredOutput, StoreError> {
-    let what = "an output";
-    // Another program may have written the row. Its path must not lead out of a directory either.
-    let path = OutputPath::new(row.bytes(what)?).map_err(|_| StoreError::BadValue { what })?;
-    Ok(StoredOutput {
-        path,
-        bytes: row.count(what)?,
-        media_type: row.text(what)?,
-        blake3: row.read(what)?,
-        modified_ms: row.int(what)?,
-        artifact_store: row.text(what)?,
-        host: row.text(what)?,
-        inline: row.bool(what)?,
-    })
-}
+from_row!(StoredOutput: path, bytes, media_type, blake3, modified_ms, artifact_store, host, inline);
+
+from_row!(DuePostProcess: id, attempt, host, state, tries);
 
 from_row!(StoredLog: stream, total_bytes, dropped_bytes, head, tail, object, artifact_store,
     object_bytes, object_head_bytes);

@@ -7,7 +7,7 @@ use crate::analyses::submitted_files;
 use crate::attempts::read::ten_states;
 use crate::database::connection::{Connection, TransactionKind};
 use crate::database::error::StoreError;
-use crate::database::value::{SqlValue, from_row, parse_hash, values};
+use crate::database::value::{SqlValue, from_row, values};
 use crate::types::attempt::State;
 use crate::types::manifest::ContentHash;
 
@@ -38,9 +38,6 @@ pub struct RemovableAnalysis {
     pub committed_ms: i64,
     pub output_bytes: u64,
 }
-
-/// Hashes per query, so that memory does not grow with the database.
-const PAGE: u32 = 1_000;
 
 impl Store {
     /// Removes an analysis with all its attempts. A sweep of the artifact store later removes their objects.
@@ -135,20 +132,9 @@ impl Store {
                 ORDER BY blake3 LIMIT $3
             ) AS of_logs
             ORDER BY blake3 LIMIT $3";
-        let mut after = String::new();
-        loop {
-            let values = values![artifact_store, &after, PAGE];
-            let rows = self.db.query(what, sql, &values)?;
-            let is_last = rows.len() < PAGE as usize;
-            for mut row in rows {
-                after = row.text(what)?;
-                let hash = parse_hash(&after)?;
-                each(&hash).map_err(StoreError::Callback)?;
-            }
-            if is_last {
-                return Ok(());
-            }
-        }
+        self.for_each_page_row(what, sql, artifact_store, &mut |hash, _| {
+            each(hash).map_err(StoreError::Callback)
+        })
     }
 }
 

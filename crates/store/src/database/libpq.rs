@@ -80,8 +80,8 @@ pub(crate) fn complete(
     mut settings: Settings,
     env: Environment,
 ) -> Result<Settings, LocationError> {
-    let service = match settings.service.clone() {
-        Some(service) => Some(service),
+    let service = match settings.get("service") {
+        Some(service) => Some(service.to_owned()),
         None => variable("PGSERVICE", env)?,
     };
     if let Some(service) = service {
@@ -196,7 +196,7 @@ pub(crate) fn password_from_file(
     settings: &Settings,
     env: Environment,
 ) -> Result<Option<Secret>, LocationError> {
-    let named = settings.passfile.as_ref().map(PathBuf::from);
+    let named = settings.get("passfile").map(PathBuf::from);
     let path = match named
         .clone()
         .or_else(|| home(env).map(|home| home.join(".pgpass")))
@@ -299,7 +299,7 @@ pub(crate) fn root_certificate(
     mode: SslMode,
     env: Environment,
 ) -> Option<PathBuf> {
-    match settings.sslrootcert.as_deref() {
+    match settings.get("sslrootcert") {
         Some("system") => None,
         Some(path) => Some(PathBuf::from(path)),
         None if matches!(mode, SslMode::VerifyCa | SslMode::VerifyFull) => home(env)

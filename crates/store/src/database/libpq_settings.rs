@@ -1,27 +1,15 @@
 //! The settings of a PostgreSQL address, under libpq's names.
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt;
 
 /// Looks up an environment variable. Tests pass their own function.
 pub type Environment<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-/// The settings that Fumehood supports, as the user wrote them.
+/// The settings that Fumehood supports, as the user wrote them. No value is empty.
 #[derive(Clone, Default)]
-pub(crate) struct Settings {
-    pub host: Option<String>,
-    pub port: Option<String>,
-    pub user: Option<String>,
-    pub dbname: Option<String>,
-    pub password: Option<Secret>,
-    pub passfile: Option<String>,
-    pub sslmode: Option<String>,
-    pub sslrootcert: Option<String>,
-    pub sslcert: Option<String>,
-    pub sslkey: Option<String>,
-    pub connect_timeout: Option<String>,
-    pub service: Option<String>,
-}
+pub(crate) struct Settings(BTreeMap<&'static str, String>);
 
 /// The name of each setting and of the variable that holds its default.
 pub(crate) const VARIABLES: [(&str, &str); 12] = [
@@ -40,46 +28,28 @@ pub(crate) const VARIABLES: [(&str, &str); 12] = [
 ];
 
 impl Settings {
-    pub const NAMES: [&str; 12] = {
-        let mut names = [""; 12];
-        let mut at = 0;
-        while at < names.len() {
-            names[at] = VARIABLES[at].0;
-            at += 1;
-        }
-        names
-    };
+    /// The names of all settings.
+    pub fn names() -> [&'static str; VARIABLES.len()] {
+        VARIABLES.map(|(name, _)| name)
+    }
+
+    pub fn get(&self, name: &'static str) -> Option<&str> {
+        debug_assert!(Settings::names().contains(&name), "{name}");
+        self.0.get(name).map(String::as_str)
+    }
 
     /// Sets a setting that is not set yet. An empty value is ignored, as in libpq's variables.
     pub fn set_if_unset(&mut self, name: &str, value: String) -> Result<(), UnknownSetting> {
-        let slot = match name {
-            "password" => {
-                if self.password.is_none() && !value.is_empty() {
-                    self.password = Some(Secret(value));
-                }
-                return Ok(());
-            }
-            "host" => &mut self.host,
-            "port" => &mut self.port,
-            "user" => &mut self.user,
-            "dbname" => &mut self.dbname,
-            "passfile" => &mut self.passfile,
-            "sslmode" => &mut self.sslmode,
-            "sslrootcert" => &mut self.sslrootcert,
-            "sslcert" => &mut self.sslcert,
-            "sslkey" => &mut self.sslkey,
-            "connect_timeout" => &mut self.connect_timeout,
-            "service" => &mut self.service,
-            _ => return Err(UnknownSetting),
-        };
-        if slot.is_none() && !value.is_empty() {
-            *slot = Some(value);
+        let known = Settings::names().into_iter().find(|known| *known == name);
+        let name = known.ok_or(UnknownSetting)?;
+        if !value.is_empty() {
+            self.0.entry(name).or_insert(value);
         }
         Ok(())
     }
 }
 
-/// A name that is not in [`Settings::NAMES`].
+/// A name that is not in [`Settings::names`].
 pub(crate) struct UnknownSetting;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -72,7 +72,7 @@ impl Location {
             .into_iter()
             .find_map(|p| text.strip_prefix(p));
         let given = libpq::parse_url(rest.ok_or(LocationError::Form)?)?;
-        if given.password.is_some() && origin == LocationOrigin::CommandLine {
+        if given.get("password").is_some() && origin == LocationOrigin::CommandLine {
             return Err(LocationError::PasswordOnCommandLine);
         }
         let completed = libpq::complete(given, env)?;
@@ -97,7 +97,7 @@ fn sqlite(path: &str) -> Result<Location, LocationError> {
 
 fn server(settings: Settings, env: Environment) -> Result<PostgresAddress, LocationError> {
     let bad = |name| LocationError::Setting { name };
-    let port = match &settings.port {
+    let port = match settings.get("port") {
         Some(port) => port
             .parse::<u16>()
             .ok()
@@ -105,16 +105,15 @@ fn server(settings: Settings, env: Environment) -> Result<PostgresAddress, Locat
             .ok_or(bad("port"))?,
         None => 5432,
     };
-    let host = settings
-        .host
-        .clone()
-        .unwrap_or_else(|| libpq::default_host(port));
+    let text = |name| settings.get(name).map(str::to_owned);
+    let path = |name| settings.get(name).map(PathBuf::from);
+    let host = text("host").unwrap_or_else(|| libpq::default_host(port));
     if host.contains(',') {
         return Err(LocationError::SeveralHosts);
     }
-    let user = settings.user.clone().unwrap_or_else(libpq::default_user);
-    let database = settings.dbname.clone().unwrap_or_else(|| user.clone());
-    let connect_limit_ms = match &settings.connect_timeout {
+    let user = text("user").unwrap_or_else(libpq::default_user);
+    let database = text("dbname").unwrap_or_else(|| user.clone());
+    let connect_limit_ms = match settings.get("connect_timeout") {
         None => CONNECT_LIMIT_MS,
         // For libpq zero and negative values mean "wait for ever", which Fumehood does not offer.
         Some(text) => match text.parse::<i64>().map_err(|_| bad("connect_timeout"))? {
@@ -122,19 +121,17 @@ fn server(settings: Settings, env: Environment) -> Result<PostgresAddress, Locat
             seconds => seconds.unsigned_abs().min(CONNECT_LIMIT_S_MAX) * 1000,
         },
     };
-    let password = match settings.password.clone() {
-        Some(password) => Some(password),
+    let password = match text("password") {
+        Some(password) => Some(Secret(password)),
         None => libpq::password_from_file(&host, port, &database, &user, &settings, env)?,
     };
-    let ssl_mode = settings
-        .sslmode
-        .as_deref()
-        .map_or(Some(SslMode::default()), SslMode::parse)
-        .ok_or(bad("sslmode"))?;
+    let ssl_mode = settings.get("sslmode");
+    let ssl_mode = ssl_mode.map_or(Some(SslMode::default()), SslMode::parse);
+    let ssl_mode = ssl_mode.ok_or(bad("sslmode"))?;
     Ok(PostgresAddress {
         ssl_root_cert: libpq::root_certificate(&settings, ssl_mode, env),
-        ssl_cert: settings.sslcert.map(PathBuf::from),
-        ssl_key: settings.sslkey.map(PathBuf::from),
+        ssl_cert: path("sslcert"),
+        ssl_key: path("sslkey"),
         host,
         port,
         user,

@@ -22,7 +22,7 @@ pub enum LocationError {
     SeveralHosts,
     #[error("the PostgreSQL setting `{name}` has a value that is not one of its own")]
     Setting { name: &'static str },
-    #[error("the PostgreSQL address has a setting that Fumehood does not know; it knows {}", Settings::NAMES.join(", "))]
+    #[error("the PostgreSQL address has a setting that Fumehood does not know; it knows {}", Settings::names().join(", "))]
     UnknownSetting,
     #[error("the environment variable {name} is not UTF-8")]
     Variable { name: &'static str },

@@ -45,11 +45,13 @@ pub(crate) type FileId = (u64, u64);
 
 /// The files beside a SQLite database in use: its write-ahead log, and the log's index, which holds the locks.
 pub(crate) fn companion_files(path: &Path) -> [Option<FileId>; 2] {
-    ["-wal", "-shm"].map(|ending| {
-        let mut name = path.as_os_str().to_owned();
-        name.push(ending);
-        file_id(Path::new(&name))
-    })
+    ["-wal", "-shm"].map(|ending| file_id(&beside(path, ending)))
+}
+
+fn beside(path: &Path, ending: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(ending);
+    name.into()
 }
 
 /// The identity of the file that has this name now.
@@ -169,10 +171,6 @@ fn prepare_directory(parent: &Path, us: u32) -> Result<rustix::fd::OwnedFd, Stor
 
 /// The size of the file, its log and its index.
 pub(crate) fn sqlite_size_bytes(path: &Path) -> u64 {
-    let beside = |ending: &str| {
-        let mut name = path.as_os_str().to_owned();
-        name.push(ending);
-        std::fs::symlink_metadata(name).map_or(0, |m| m.size())
-    };
-    ["", "-wal", "-shm"].into_iter().map(beside).sum()
+    let size = |ending| std::fs::symlink_metadata(beside(path, ending)).map_or(0, |m| m.size());
+    ["", "-wal", "-shm"].into_iter().map(size).sum()
 }

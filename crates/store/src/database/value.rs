@@ -3,9 +3,9 @@
 use std::borrow::Cow;
 
 use crate::database::error::StoreError;
-use crate::types::attempt::State;
+use crate::types::attempt::{PostProcessState, State};
 use crate::types::capacity::Capacity;
-use crate::types::manifest::ContentHash;
+use crate::types::manifest::{ContentHash, OutputPath};
 
 /// A value for a statement. NULL has a type as well, because PostgreSQL does not infer the type of an untyped NULL
 /// here.
@@ -158,18 +158,10 @@ impl Row {
     }
 
     column_reader!(int, maybe_int, i64, Cell::Int(v) => v);
-    column_reader!(text, maybe_text, String, Cell::Text(v) => v);
+    // SQLite stores JSON as text.
+    column_reader!(text, maybe_text, String, Cell::Text(v) => v, Cell::Json(v) => v);
     column_reader!(bytes, maybe_bytes, Vec<u8>, Cell::Bytes(v) => v);
     column_reader!(bool, maybe_bool, bool, Cell::Bool(v) => v, Cell::Int(v) => v != 0);
-
-    /// Reads the next column as JSON text. SQLite stores JSON as text.
-    pub fn maybe_json(&mut self, what: &'static str) -> Result<Option<String>, StoreError> {
-        match self.cells.next() {
-            Some(Cell::Null) => Ok(None),
-            Some(Cell::Json(text) | Cell::Text(text)) => Ok(Some(text)),
-            _ => Err(StoreError::BadValue { what }),
-        }
-    }
 
     /// Reads a size or count. Fumehood never writes a negative one.
     pub fn maybe_count(&mut self, what: &'static str) -> Result<Option<u64>, StoreError> {
@@ -237,6 +229,19 @@ column! {
 impl FromRow for State {
     fn from_row(row: &mut Row, _what: &'static str) -> Result<State, StoreError> {
         row.state()
+    }
+}
+
+impl FromRow for OutputPath {
+    fn from_row(row: &mut Row, what: &'static str) -> Result<OutputPath, StoreError> {
+        // Another program may have written the row. Its path must not lead out of a directory either.
+        OutputPath::new(row.bytes(what)?).map_err(|_| StoreError::BadValue { what })
+    }
+}
+
+impl FromRow for PostProcessState {
+    fn from_row(row: &mut Row, what: &'static str) -> Result<PostProcessState, StoreError> {
+        Ok(PostProcessState::parse(row.maybe_text(what)?.as_deref()))
     }
 }
 

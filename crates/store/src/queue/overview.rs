@@ -3,10 +3,9 @@
 use crate::Store;
 use crate::database::connection::{Connection, TransactionKind};
 use crate::database::error::StoreError;
-use crate::database::value::{Row, from_row, readable, values};
+use crate::database::value::{from_row, values};
 use crate::queue::queue_types::{ActiveAttempt, QueueOverview, WaitingAttempt};
 use crate::queue::workers::list_workers;
-use crate::types::attempt::State;
 
 impl Store {
     /// The state of the queue at one moment, with at most `limit` waiting attempts and `limit` active ones.
@@ -68,25 +67,11 @@ fn list_active(db: &mut Connection, limit: u32) -> Result<Vec<ActiveAttempt>, St
             s.memory_bytes, s.cpu_milli, a.cancel_ms IS NOT NULL
         FROM attempts a LEFT JOIN submissions s ON s.id = a.id AND a.retries_left IS NOT NULL
         WHERE a.state IN ('running', 'collecting') ORDER BY a.created_ms, a.id LIMIT $1";
-    let row = |mut row: Row| {
-        let (id, attempt, state): (_, _, State) = (row.text(what)?, row.attempt()?, row.state()?);
-        Ok(ActiveAttempt {
-            id,
-            attempt,
-            state,
-            submitter: row.maybe_text(what)?,
-            host: row.text(what)?,
-            worker: row.maybe_text(what)?,
-            created_ms: row.int(what)?,
-            started_ms: row.maybe_int(what)?,
-            memory_bytes: row.maybe_count(what)?,
-            cpu_milli: row.maybe_count(what)?,
-            cancel_asked: row.bool(what)?,
-        })
-    };
-    let rows = db.query(what, sql, &values![limit])?;
-    Ok(readable(rows, row))
+    db.fetch_readable(what, sql, &values![limit])
 }
+
+from_row!(ActiveAttempt: id, attempt, state, submitter, host, worker, created_ms, started_ms, memory_bytes,
+    cpu_milli, cancel_asked);
 
 from_row!(WaitingAttempt: id, attempt, submitter, priority, queued_ms, not_before_ms, memory_bytes,
     cpu_milli);

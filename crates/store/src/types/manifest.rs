@@ -99,31 +99,19 @@ impl ContentHash {
     }
 
     pub fn parse(text: &str) -> Result<ContentHash, ContentHashError> {
-        let bad = || ContentHashError {
+        let hash = blake3::Hash::from_hex(text).ok();
+        let hash = hash.map(|hash| ContentHash(*hash.as_bytes()));
+        // Upper-case digits would be a second name of the same object.
+        let exact = hash.filter(|hash| hash.to_string() == text);
+        exact.ok_or_else(|| ContentHashError {
             given: text.chars().take(100).collect(),
-        };
-        let digits: Vec<u8> = text
-            .bytes()
-            .map(|b| match b {
-                b'0'..=b'9' => Ok(b - b'0'),
-                b'a'..=b'f' => Ok(b - b'a' + 10),
-                _ => Err(bad()),
-            })
-            .collect::<Result<_, _>>()?;
-        let bytes: Vec<u8> = digits
-            .chunks(2)
-            .map(|pair| pair[0] << 4 | pair.get(1).copied().unwrap_or(0))
-            .collect();
-        match (digits.len(), <[u8; 32]>::try_from(bytes)) {
-            (64, Ok(bytes)) => Ok(ContentHash(bytes)),
-            _ => Err(bad()),
-        }
+        })
     }
 }
 
 impl fmt::Display for ContentHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|b| write!(f, "{b:02x}"))
+        f.write_str(&blake3::Hash::from_bytes(self.0).to_hex())
     }
 }
 
@@ -277,4 +265,28 @@ pub struct Manifest {
     pub result: Option<String>,
     /// Why `result.json` is not stored as JSON, if it exists and is not.
     pub result_note: Option<String>,
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hash_has_one_spelling() {
+        let hash = ContentHash::of(b"content");
+        let text = hash.to_string();
+        assert_eq!(text, blake3::hash(b"content").to_hex().as_str());
+        assert_eq!(ContentHash::parse(&text).unwrap(), hash);
+        let upper = text.to_ascii_uppercase();
+        for wrong in [
+            &upper,
+            &text[1..],
+            &format!("{text}0"),
+            &text.replace(&text[..1], "g"),
+            "",
+        ] {
+            assert!(ContentHash::parse(wrong).is_err(), "{wrong:?}");
+        }
+    }
 }

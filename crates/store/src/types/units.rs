@@ -68,9 +68,7 @@ pub fn parse_size(text: &str) -> Result<u64, UnitError> {
         None if letter.is_empty() && number.is_whole() => 1,
         None => return Err(bad()),
     };
-    number.times(scale).ok_or_else(|| UnitError::TooLarge {
-        given: excerpt(text),
-    })
+    number.scaled(scale, text)
 }
 
 /// Parses a duration in milliseconds: `30` (seconds), `1.5h`, `1h30m`, `250ms`, `2d`.
@@ -78,13 +76,10 @@ pub fn parse_duration_ms(text: &str) -> Result<u64, UnitError> {
     let bad = || UnitError::Duration {
         given: excerpt(text),
     };
-    let too_large = || UnitError::TooLarge {
-        given: excerpt(text),
-    };
     let mut rest = text.trim_ascii();
     let (number, unit) = Decimal::take(rest).ok_or_else(bad)?;
     if unit.is_empty() {
-        return number.times(SECOND_MS).ok_or_else(too_large);
+        return number.scaled(SECOND_MS, text);
     }
     let mut total_ms = 0u64;
     let mut units = DURATION_UNITS.iter();
@@ -95,8 +90,8 @@ pub fn parse_duration_ms(text: &str) -> Result<u64, UnitError> {
         let (word, after) = after.split_at(word_len);
         // The iterator only moves forward, so it does not find a unit that is out of order or given twice.
         let (_, scale) = units.find(|(name, _)| *name == word).ok_or_else(bad)?;
-        let part_ms = number.times(*scale).ok_or_else(too_large)?;
-        total_ms = total_ms.checked_add(part_ms).ok_or_else(too_large)?;
+        let sum_ms = total_ms.checked_add(number.scaled(*scale, text)?);
+        total_ms = sum_ms.ok_or_else(|| too_large(text))?;
         rest = after.trim_ascii_start();
     }
     Ok(total_ms)
@@ -105,9 +100,7 @@ pub fn parse_duration_ms(text: &str) -> Result<u64, UnitError> {
 /// Parses a number of CPUs in thousandths: `2` is 2000, `1.5` is 1500.
 pub fn parse_cpus(text: &str) -> Result<u64, UnitError> {
     match Decimal::take(text.trim_ascii()) {
-        Some((number, "")) => number.times(1000).ok_or_else(|| UnitError::TooLarge {
-            given: excerpt(text),
-        }),
+        Some((number, "")) => number.scaled(1000, text),
         _ => Err(UnitError::Cpus {
             given: excerpt(text),
         }),
@@ -117,11 +110,7 @@ pub fn parse_cpus(text: &str) -> Result<u64, UnitError> {
 /// Parses a whole number.
 pub fn parse_count(text: &str) -> Result<u64, UnitError> {
     match Decimal::take(text.trim_ascii()) {
-        Some((number, "")) if number.is_whole() => {
-            number.times(1).ok_or_else(|| UnitError::TooLarge {
-                given: excerpt(text),
-            })
-        }
+        Some((number, "")) if number.is_whole() => number.scaled(1, text),
         _ => Err(UnitError::Count {
             given: excerpt(text),
         }),
@@ -208,36 +197,33 @@ impl Decimal {
         if fraction.len() > 9 {
             return None;
         }
-        if whole.len() > DIGITS_MAX {
-            return Some((
-                Decimal {
-                    digits: u128::MAX,
-                    places: 0,
-                },
-                rest,
-            ));
-        }
-        let digits = whole
-            .bytes()
-            .chain(fraction.bytes())
-            .fold(0u128, |n, digit| n * 10 + u128::from(digit - b'0'));
-        Some((
-            Decimal {
-                digits,
-                places: fraction.len() as u32,
-            },
-            rest,
-        ))
+        let (digits, places) = match whole.len() > DIGITS_MAX {
+            // Too large for any unit.
+            true => (u128::MAX, 0),
+            false => (
+                format!("0{whole}{fraction}").parse().ok()?,
+                fraction.len() as u32,
+            ),
+        };
+        Some((Decimal { digits, places }, rest))
     }
 
     fn is_whole(self) -> bool {
         self.places == 0
     }
 
-    /// The product, cut off to a whole number. `None` if it does not fit.
-    fn times(self, scale: u64) -> Option<u64> {
-        let product = self.digits.checked_mul(u128::from(scale))?;
-        u64::try_from(product / 10u128.pow(self.places)).ok()
+    /// The product, cut off to a whole number. The error repeats `text`.
+    fn scaled(self, scale: u64, text: &str) -> Result<u64, UnitError> {
+        let product = self.digits.checked_mul(u128::from(scale));
+        let whole = product.map(|product| product / 10u128.pow(self.places));
+        let fits = whole.and_then(|whole| u64::try_from(whole).ok());
+        fits.ok_or_else(|| too_large(text))
+    }
+}
+
+fn too_large(text: &str) -> UnitError {
+    UnitError::TooLarge {
+        given: excerpt(text),
     }
 }
 

@@ -402,6 +402,86 @@ fn ended_section(now_ms: i64, ended: &[AttemptSummary]) -> Section {
 mod tests {
     use super::*;
 
+    /// Whoever writes to the database chooses these texts.
+    const HOSTILE: &str = "\u{1b}[2J\u{9b}31m\r\n\u{202e}王\u{200b}e\u{301}\u{7f}";
+
+    fn hostile_snapshot() -> Snapshot {
+        let text = || HOSTILE.to_owned();
+        let worker = WorkerRow {
+            host: text(),
+            host_name: text(),
+            account: text(),
+            name: text(),
+            pid: 1,
+            version: text(),
+            slots: 1,
+            running: 1,
+            total: store::Capacity::default(),
+            draining: true,
+            started_ms: 0,
+            seen_ms: 0,
+        };
+        let waiting = WaitingAttempt {
+            id: text(),
+            attempt: 2,
+            submitter: text(),
+            priority: 0,
+            queued_ms: 0,
+            not_before_ms: Some(9_000),
+            memory_bytes: Some(1),
+            cpu_milli: Some(1),
+        };
+        let active = |host: &str, worker: Option<String>| ActiveAttempt {
+            id: text(),
+            attempt: 1,
+            state: State::Running,
+            submitter: Some(text()),
+            host: host.to_owned(),
+            worker,
+            created_ms: 0,
+            started_ms: None,
+            memory_bytes: None,
+            cpu_milli: None,
+            cancel_asked: false,
+        };
+        Snapshot {
+            overview: QueueOverview {
+                now_ms: 1_000,
+                queued: 1,
+                delayed: 1,
+                next: vec![waiting],
+                running: 2,
+                busy: vec![active(HOSTILE, Some(text())), active("\u{1b}c", None)],
+                workers: vec![worker],
+            },
+            ended: Vec::new(),
+            meter: Default::default(),
+        }
+    }
+
+    #[test]
+    fn text_of_others_neither_steers_the_terminal_nor_leaves_the_screen() {
+        let now = hostile_snapshot();
+        let whole = page(&now, None, Some(HOSTILE));
+        let shown: String = whole.iter().map(StyledLine::text).collect();
+        assert!(
+            shown.contains("\\x1b[2J\\u{9b}31m\\r\\n\\u{202e}王\\u{200b}"),
+            "{shown}"
+        );
+        for columns in (0..200).step_by(7) {
+            let screen = ScreenSize { columns, rows: 30 };
+            for line in page(&now, Some(screen), Some(HOSTILE)) {
+                assert!(line.width() <= columns, "{columns}: {line:?}");
+                let text = line.text();
+                assert!(
+                    !text.chars().any(store::types::escaping::is_misleading),
+                    "{text:?}"
+                );
+                assert!(!text.contains(char::is_control), "{text:?}");
+            }
+        }
+    }
+
     #[test]
     fn lines_are_divided_and_none_is_wasted() {
         assert_eq!(divide_rows(&[1, 10, 3], 9), [1, 5, 3]);
