@@ -9,7 +9,7 @@
 //! - `packages.rs`: the installed packages of a runtime.
 //! - `files.rs`: bounded reads of untrusted files.
 
-mod files;
+pub(crate) mod files;
 mod git;
 mod packages;
 #[cfg(test)]
