@@ -118,15 +118,9 @@ impl HintList {
             text: escape_terminal(format!("guess: {text}").as_bytes()),
         };
         // One hint is enough for most kinds, but several modules or paths may be missing.
-        let several = matches!(
-            kind,
-            HintKind::HiddenPath | HintKind::KeptOut | HintKind::Module
-        );
-        if !self
-            .hints
-            .iter()
-            .any(|h| h.kind == kind && (!several || h.text == hint.text))
-        {
+        let several = [HintKind::HiddenPath, HintKind::KeptOut, HintKind::Module].contains(&kind);
+        let same = |h: &Hint| h.kind == kind && (!several || h.text == hint.text);
+        if !self.hints.iter().any(same) {
             self.hints.push(hint);
         }
     }
@@ -255,9 +249,8 @@ fn network(line: &[u8], found: &mut HintList) {
     let has = |word: &str| contains(line, word.as_bytes());
     let refused = has("Connection refused");
     let named = NETWORK.iter().any(|word| has(word));
-    let loopback = ["127.0.0.", "localhost", "[::1]", "\"::1\""]
-        .iter()
-        .any(|word| has(word));
+    let loopback = ["127.0.0.", "localhost", "[::1]", "\"::1\""];
+    let loopback = loopback.iter().any(|word| has(word));
     let text = match (named, refused, loopback) {
         (_, true, true) => {
             "127.0.0.1 inside is the analysis's own: services of this host cannot be reached from it"
@@ -274,15 +267,12 @@ fn space_text(facts: &HintFacts<'_>) -> String {
     let full = |used: Option<SpaceUsage>| {
         used.is_some_and(|u| u.used_bytes >= u.limit_bytes.saturating_sub(u.limit_bytes / 10))
     };
-    match (full(facts.shm), full(facts.disk)) {
-        (true, false) => {
-            "/dev/shm is full; it counts as memory: raise --memory, or share less".to_owned()
-        }
-        (false, true) => "the workspace is full; raise --disk".to_owned(),
-        _ => {
-            "the workspace (--disk), /dev/shm (--memory) or the host's own disk is full".to_owned()
-        }
-    }
+    let text = match (full(facts.shm), full(facts.disk)) {
+        (true, false) => "/dev/shm is full; it counts as memory: raise --memory, or share less",
+        (false, true) => "the workspace is full; raise --disk",
+        _ => "the workspace (--disk), /dev/shm (--memory) or the host's own disk is full",
+    };
+    text.to_owned()
 }
 
 /// The name in "No module named x" and similar messages.
@@ -347,12 +337,10 @@ fn script_module_text(module: &str, facts: &HintFacts<'_>, found: &mut HintList)
 
 fn module_text(module: &str, facts: &HintFacts<'_>) -> String {
     match facts.runtime {
-        Some(prefix) => {
-            let prefix = quote_for_shell(prefix.as_os_str());
-            format!(
-                "the runtime {prefix} does not have {module}; install it there, or name another with --runtime"
-            )
-        }
+        Some(prefix) => format!(
+            "the runtime {} does not have {module}; install it there, or name another with --runtime",
+            quote_for_shell(prefix.as_os_str())
+        ),
         None => format!(
             "the system's runtime does not have {module}; use one that does: activate its environment, or name it with --runtime"
         ),
@@ -375,17 +363,13 @@ fn read_only(line: &[u8], facts: &HintFacts<'_>, found: &mut HintList) {
 fn plain_quotes(line: &[u8]) -> Vec<u8> {
     let mut plain = Vec::with_capacity(line.len());
     let mut rest = line;
-    while let Some((first, after)) = rest.split_first() {
-        rest = match rest {
-            [0xe2, 0x80, 0x98 | 0x99 | 0x9c | 0x9d, after @ ..] => {
-                plain.push(b'\'');
-                after
-            }
-            _ => {
-                plain.push(*first);
-                after
-            }
+    while let [first, after @ ..] = rest {
+        let (byte, after) = match rest {
+            [0xe2, 0x80, 0x98 | 0x99 | 0x9c | 0x9d, after @ ..] => (b'\'', after),
+            _ => (*first, after),
         };
+        plain.push(byte);
+        rest = after;
     }
     plain
 }
@@ -397,14 +381,10 @@ fn candidates(line: &[u8]) -> impl Iterator<Item = &[u8]> {
     let between = move |quote: u8| line.split(move |b| *b == quote).skip(1);
     let quoted = b"'\"`".iter().flat_map(move |quote| between(*quote));
     let by_colon = line.split(|b| *b == b':').map(<[u8]>::trim_ascii);
+    let bare = |word| <[u8]>::strip_suffix(word, b":").or(word.strip_suffix(b","));
     let by_blank = line
         .split(|b| b.is_ascii_whitespace())
-        .map(|word| word.trim_ascii_end())
-        .map(|word| {
-            word.strip_suffix(b":")
-                .or(word.strip_suffix(b","))
-                .unwrap_or(word)
-        })
+        .map(move |word| bare(word).unwrap_or(word))
         .filter(|word| word.starts_with(b"/"));
     quoted
         .chain(by_colon)
@@ -429,9 +409,8 @@ fn hidden_path(candidate: &[u8], facts: &HintFacts<'_>, found: &mut HintList) {
     };
     let seen = facts.visible.iter().any(|root| host.starts_with(root));
     // Looking these up can have side effects, and the sandbox has its own of each.
-    let own = ["/proc", "/sys", "/dev"]
-        .iter()
-        .any(|root| host.starts_with(root));
+    let own = ["/proc", "/sys", "/dev"];
+    let own = own.iter().any(|root| host.starts_with(root));
     if seen || own || relative.is_some_and(|r| r.as_os_str().is_empty()) {
         return;
     }
@@ -448,27 +427,20 @@ fn hidden_path(candidate: &[u8], facts: &HintFacts<'_>, found: &mut HintList) {
     }
     let line = match relative {
         // A colon would be taken for the separator before the name inside.
-        _ if host.as_os_str().as_bytes().contains(&b':') => {
-            format!(
-                "{shown} is not shown inside; its name has a colon, so copy it to another name first, then use --input"
-            )
-        }
+        _ if host.as_os_str().as_bytes().contains(&b':') => format!(
+            "{shown} is not shown inside; its name has a colon, so copy it to another name first, then use --input"
+        ),
         Some(inside) => {
-            let both = [
-                host.as_os_str().as_bytes(),
-                b":",
-                inside.as_os_str().as_bytes(),
-            ]
-            .concat();
-            let both = quote_for_shell(OsStr::from_bytes(&both));
+            let mut both = host.into_os_string();
+            both.push(":");
+            both.push(inside);
+            let both = quote_for_shell(&both);
             format!("{shown} is not in the workspace; copy it in with: --input {both}")
         }
         // The rest of the project is absent inside, so offer a copy instead of showing the path in place.
-        None if host.starts_with(facts.project) => {
-            format!(
-                "{shown} is not shown inside; copy it in with: --input {shown}, and open the copy"
-            )
-        }
+        None if host.starts_with(facts.project) => format!(
+            "{shown} is not shown inside; copy it in with: --input {shown}, and open the copy"
+        ),
         None => format!("{shown} is not shown inside; show it with: --read {shown}"),
     };
     found.add(HintKind::HiddenPath, line);
@@ -527,17 +499,13 @@ fn kept_out(path: &Path, facts: &HintFacts<'_>) -> Option<&'static str> {
     if SYSTEM.iter().any(|root| path.starts_with(root)) && !in_home {
         return Some("it belongs to the system");
     }
-    for part in path.components().filter_map(|c| match c {
-        Component::Normal(part) => Some(part.as_bytes().to_ascii_lowercase()),
-        _ => None,
-    }) {
+    for part in path.iter() {
+        let part = part.as_bytes().to_ascii_lowercase();
         if part.starts_with(b".") {
             return Some("hidden files often hold credentials");
         }
-        if SECRET_PARTS
-            .iter()
-            .any(|word| contains(&part, word.as_bytes()))
-        {
+        let has = |word: &&str| contains(&part, word.as_bytes());
+        if SECRET_PARTS.iter().any(has) {
             return Some("it looks like a credential");
         }
     }

@@ -11,7 +11,7 @@ use crate::attempt::states::OwnedRun;
 use crate::collect::{self, StagedInput};
 use crate::plan::Plan;
 use crate::provenance::{self, InspectionRights, Provenance};
-use crate::request::{Command, QueueWriters, RequestOrigin};
+use crate::request::{Command, QueueWriters, ReadRoot, RequestOrigin};
 use crate::run_dir::{Durability, StateFile};
 use crate::settings::Request;
 use crate::workspace::copy_in::{self, CopyBudget, CopyError};
@@ -78,9 +78,8 @@ fn gather_provenance(request: &Request, plan: &Plan, staged_inputs: &[StagedInpu
     let script = match &request.command {
         Command::Script { script, .. } => {
             let name = script.file_name().map(|name| name.as_encoded_bytes());
-            let put = staged_inputs
-                .iter()
-                .find(|put| Some(put.path.as_bytes()) == name);
+            let mut puts = staged_inputs.iter();
+            let put = puts.find(|put| Some(put.path.as_bytes()) == name);
             let lay_at = match &request.asked_by {
                 RequestOrigin::Queue {
                     submitted_script: Some(from),
@@ -92,21 +91,11 @@ fn gather_provenance(request: &Request, plan: &Plan, staged_inputs: &[StagedInpu
         }
         Command::Argv(_) | Command::Shell => None,
     };
-    let inputs: Vec<_> = staged_inputs
-        .iter()
-        .map(|put| (put.path.text(), put.bytes, put.blake3))
-        .collect();
-    let reads: Vec<_> = request
-        .reads
-        .iter()
-        .map(|read| {
-            let inside = read.inside.clone();
-            (
-                read.host.clone(),
-                inside.unwrap_or_else(|| read.host.clone()),
-            )
-        })
-        .collect();
+    let input = |put: &StagedInput| (put.path.text(), put.bytes, put.blake3);
+    let inputs: Vec<_> = staged_inputs.iter().map(input).collect();
+    let inside = |read: &ReadRoot| read.inside.as_ref().unwrap_or(&read.host).clone();
+    let reads = request.reads.iter();
+    let reads: Vec<_> = reads.map(|r| (r.host.clone(), inside(r))).collect();
     let rights = match request.asked_by {
         RequestOrigin::Queue {
             writers: QueueWriters::OtherUsers,

@@ -1,8 +1,10 @@
 //! Captures what a program prints, within a bound.
 //!
-//! A stream keeps its beginning and its end. The first half of the limit is the head. What follows goes through a ring
-//! buffer that holds the rest of the limit, and bytes that fall out of the ring are counted. So an endless line or
+//! A stream keeps its beginning and its end. The first half of the limit is the head. What follows goes through a queue
+//! that holds the rest of the limit, and bytes that fall out of the queue are counted. So an endless line or
 //! gigabytes of output cost no more than the limit.
+
+use std::collections::VecDeque;
 
 use store::types::escaping::escape_text;
 
@@ -12,9 +14,7 @@ pub struct LogCapture {
     limit_bytes: usize,
     head: Vec<u8>,
     head_open: bool,
-    ring: Vec<u8>,
-    /// In a full ring, the position of the oldest byte, which the next byte replaces.
-    ring_start: usize,
+    tail: VecDeque<u8>,
     total_bytes: u64,
 }
 
@@ -44,8 +44,7 @@ impl LogCapture {
             limit_bytes,
             head: Vec::new(),
             head_open: true,
-            ring: Vec::new(),
-            ring_start: 0,
+            tail: VecDeque::new(),
             total_bytes: 0,
         }
     }
@@ -56,30 +55,29 @@ impl LogCapture {
         self.head.extend_from_slice(head);
         if !rest.is_empty() {
             self.head_open = false;
-            self.ring_push(rest);
+            let tail_max = self.limit_bytes - self.head.len();
+            let rest = &rest[rest.len().saturating_sub(tail_max)..];
+            let over = (self.tail.len() + rest.len()).saturating_sub(tail_max);
+            self.tail.drain(..over);
+            self.tail.extend(rest);
         }
         OutputChunk { bytes, head }
     }
 
     pub fn finish(mut self) -> CapturedLog {
-        self.ring.rotate_left(self.ring_start);
-        let kept = self.head.len() as u64 + self.ring.len() as u64;
+        let kept = self.head.len() as u64 + self.tail.len() as u64;
         let truncated = self.total_bytes > kept;
         if truncated {
             // Drop the end of a character whose beginning is gone: it would show as damage.
-            let broken = self
-                .ring
-                .iter()
-                .take(3)
-                .take_while(|b| is_continuation(**b))
-                .count();
-            self.ring.drain(..broken);
+            let first = self.tail.iter().take(3);
+            let broken = first.take_while(|b| is_continuation(**b)).count();
+            self.tail.drain(..broken);
         }
-        let kept = self.head.len() as u64 + self.ring.len() as u64;
+        let kept = self.head.len() as u64 + self.tail.len() as u64;
         CapturedLog {
             head: self.head,
             dropped_bytes: self.total_bytes - kept,
-            tail: self.ring,
+            tail: self.tail.into(),
             total_bytes: self.total_bytes,
             truncated,
         }
@@ -101,33 +99,11 @@ impl LogCapture {
         last.extend_from_slice(&bytes[from..share]);
         let missing = missing_continuations(&last);
         let room = self.limit_bytes - self.head.len() - share;
-        let given = bytes[share..]
-            .iter()
-            .take(missing)
-            .take_while(|b| is_continuation(**b))
-            .count();
+        let next = bytes[share..].iter().take(missing);
+        let given = next.take_while(|b| is_continuation(**b)).count();
         match missing <= room {
             true => share + given,
             false => share,
-        }
-    }
-
-    fn ring_push(&mut self, bytes: &[u8]) {
-        let ring_max = self.limit_bytes - self.head.len();
-        if ring_max == 0 {
-            return;
-        }
-        let bytes = &bytes[bytes.len().saturating_sub(ring_max)..];
-        let (growing, wrapping) = bytes.split_at(bytes.len().min(ring_max - self.ring.len()));
-        self.ring.extend_from_slice(growing);
-        // At most two rounds: up to the end of the ring, then from its start.
-        let mut left = wrapping;
-        while !left.is_empty() {
-            let room = left.len().min(ring_max - self.ring_start);
-            let (now, later) = left.split_at(room);
-            self.ring[self.ring_start..self.ring_start + room].copy_from_slice(now);
-            self.ring_start = (self.ring_start + room) % ring_max;
-            left = later;
         }
     }
 }
@@ -143,16 +119,11 @@ impl CapturedLog {
     /// The stream for a JSON document, see [`escape_text`]. A gap is marked by the note with a backslash before it. A
     /// program cannot forge that, because its own backslashes are doubled.
     pub fn text(&self, stream: &str) -> String {
-        match self.note(stream) {
-            None => escape_text(&[self.head.as_slice(), &self.tail].concat()),
-            Some(note) => {
-                format!(
-                    "{}\n\\{note}\n{}",
-                    escape_text(&self.head),
-                    escape_text(&self.tail)
-                )
-            }
-        }
+        let Some(note) = self.note(stream) else {
+            return escape_text(&[self.head.as_slice(), &self.tail].concat());
+        };
+        let (head, tail) = (escape_text(&self.head), escape_text(&self.tail));
+        format!("{head}\n\\{note}\n{tail}")
     }
 }
 
@@ -162,12 +133,8 @@ fn is_continuation(byte: u8) -> bool {
 
 /// How many bytes the last character still lacks; 0 if it is complete or not a character.
 fn missing_continuations(bytes: &[u8]) -> usize {
-    let after = bytes
-        .iter()
-        .rev()
-        .take(3)
-        .take_while(|b| is_continuation(**b))
-        .count();
+    let last = bytes.iter().rev().take(3);
+    let after = last.take_while(|b| is_continuation(**b)).count();
     let Some(lead) = bytes.len().checked_sub(after + 1).map(|at| bytes[at]) else {
         return 0;
     };
@@ -271,7 +238,7 @@ mod tests {
         for _ in 0..1000 {
             capture.push(&chunk);
         }
-        assert!(capture.head.capacity() + capture.ring.capacity() <= 1 << 18);
+        assert!(capture.head.capacity() + capture.tail.capacity() <= 1 << 18);
         assert_eq!(capture.finish().total_bytes, 1000 << 20);
     }
 

@@ -5,14 +5,17 @@
 //! the same key twice. It needs only the database and the artifact store, so it can be repeated at any time.
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::fs::{AtFlags, CWD, linkat};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 use sandbox::events::{self, PollFlags};
 use serde::Serialize;
@@ -23,7 +26,7 @@ use crate::attempt::record::{OutputSummary, PostProcessReport};
 use crate::attempt::recorder::Recorder;
 use crate::plan::limits::error_chain;
 use crate::settings::PostProcessSettings;
-use store::artifacts::Artifacts;
+use store::artifacts::{Artifacts, files};
 use store::types::crash_points::CrashPoint;
 use store::types::escaping::escape_terminal;
 use store::types::manifest::ContentHash;
@@ -84,21 +87,16 @@ pub fn run_if_due(
     scratch: &Path,
 ) -> Option<PostProcessReport> {
     let command = recorder.post_process.clone()?;
-    match run_and_mark(&command, recorder, (id, attempt), scratch) {
-        Ok(None) => None,
-        Ok(Some(Ok(()))) => Some(PostProcessReport {
-            done: true,
-            message: None,
-        }),
-        Ok(Some(Err(e))) => Some(PostProcessReport {
-            done: false,
-            message: Some(error_chain(&e)),
-        }),
-        Err(e) => Some(PostProcessReport {
-            done: false,
-            message: Some(error_chain(&e)),
-        }),
-    }
+    let message = match run_and_mark(&command, recorder, (id, attempt), scratch) {
+        Ok(None) => return None,
+        Ok(Some(Ok(()))) => None,
+        Ok(Some(Err(e))) => Some(error_chain(&e)),
+        Err(e) => Some(error_chain(&e)),
+    };
+    Some(PostProcessReport {
+        done: message.is_none(),
+        message,
+    })
 }
 
 /// Returns `None` if the command is not due. The inner error is the command's, the outer one is Fumehood's.
@@ -185,7 +183,7 @@ fn lay_out(outputs: &Path, items: &[StoredOutput], artifacts: &Artifacts) -> io:
         let mut at = outputs.to_path_buf();
         let parts: Vec<&[u8]> = item.path.components().collect();
         for (depth, part) in parts.iter().enumerate() {
-            at.push(<std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(part));
+            at.push(OsStr::from_bytes(part));
             if depth + 1 < parts.len() && !at.is_dir() {
                 make_dir(&at)?;
                 dirs.push(at.clone());
@@ -194,11 +192,9 @@ fn lay_out(outputs: &Path, items: &[StoredOutput], artifacts: &Artifacts) -> io:
         let object = artifacts
             .open_object(&item.blake3)
             .map_err(io::Error::other)?;
-        let itself = format!("/proc/self/fd/{}", object.as_raw_fd());
-        let follow = rustix::fs::AtFlags::SYMLINK_FOLLOW;
-        let cwd = rustix::fs::CWD;
+        let itself = files::proc_path(object.as_fd());
         let root = rustix::process::geteuid().is_root();
-        if !root && rustix::fs::linkat(cwd, itself, cwd, &at, follow).is_ok() {
+        if !root && linkat(CWD, itself, CWD, &at, AtFlags::SYMLINK_FOLLOW).is_ok() {
             continue;
         }
         // Copy a content once, however many outputs have it.
@@ -209,34 +205,14 @@ fn lay_out(outputs: &Path, items: &[StoredOutput], artifacts: &Artifacts) -> io:
         }
         let copy = std::fs::File::create_new(&at)?;
         if rustix::fs::ioctl_ficlone(&copy, &object).is_err() {
-            copy_data(&object, &copy)?;
+            let bytes = object.metadata()?.len();
+            files::read_through(object.as_fd(), Some(copy.as_fd()), bytes, &mut |_| {})?;
         }
         copy.set_permissions(std::fs::Permissions::from_mode(0o444))?;
         copies.insert(item.blake3, at);
     }
     for dir in dirs.iter().rev() {
         std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o555))?;
-    }
-    Ok(())
-}
-
-/// Copies only data, and leaves holes as holes: a sparse file may be far longer than the disk.
-fn copy_data(from: &std::fs::File, to: &std::fs::File) -> io::Result<()> {
-    use rustix::fs::SeekFrom;
-    let length = from.metadata()?.len();
-    to.set_len(length)?;
-    let mut at = 0;
-    while at < length {
-        let start = match rustix::fs::seek(from, SeekFrom::Data(at)) {
-            Ok(start) => start,
-            Err(rustix::io::Errno::NXIO) => break,
-            Err(e) => return Err(e.into()),
-        };
-        let end = rustix::fs::seek(from, SeekFrom::Hole(start))?;
-        rustix::fs::seek(from, SeekFrom::Start(start))?;
-        rustix::fs::seek(to, SeekFrom::Start(start))?;
-        io::copy(&mut from.take(end - start), &mut { to })?;
-        at = end;
     }
     Ok(())
 }
@@ -251,18 +227,13 @@ fn clear(outputs: &Path) -> io::Result<()> {
         return Ok(());
     };
     let parent = std::fs::File::open(parent)?;
-    let flags = rustix::fs::AtFlags::SYMLINK_NOFOLLOW;
-    match rustix::fs::statat(&parent, name, flags) {
-        Err(rustix::io::Errno::NOENT) => Ok(()),
-        Err(e) => Err(e.into()),
-        Ok(stat) => {
-            let which = (stat.st_dev, stat.st_ino);
-            let parent = std::os::fd::AsFd::as_fd(&parent);
-            crate::workspace::tree::remove(parent, name, which)
-                .map(drop)
-                .map_err(io::Error::other)
-        }
-    }
+    let stat = match rustix::fs::statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Err(rustix::io::Errno::NOENT) => return Ok(()),
+        stat => stat?,
+    };
+    crate::workspace::tree::remove(parent.as_fd(), name, (stat.st_dev, stat.st_ino))
+        .map(drop)
+        .map_err(io::Error::other)
 }
 
 fn call(
@@ -270,15 +241,19 @@ fn call(
     document: &PostProcessDocument<'_>,
     outputs: &Path,
 ) -> Result<(), PostProcessRunError> {
-    let (program, arguments) = match command.command.split_first() {
-        Some((program, arguments)) => (program.clone(), arguments),
-        None => return Ok(()),
+    let Some((program, arguments)) = command.command.split_first() else {
+        return Ok(());
     };
-    let json = serde_json::to_vec(document).map_err(|e| PostProcessRunError::WriteInput {
+    let not_written = |source| PostProcessRunError::WriteInput {
         program: program.clone(),
-        source: e.into(),
-    })?;
-    let started = Command::new(&program)
+        source,
+    };
+    let not_started = |source| PostProcessRunError::Start {
+        program: program.clone(),
+        source,
+    };
+    let json = serde_json::to_vec(document).map_err(|e| not_written(e.into()))?;
+    let started = Command::new(program)
         .args(arguments)
         .current_dir(outputs)
         .process_group(0)
@@ -286,10 +261,7 @@ fn call(
         .stdout(Stdio::null())
         .stderr(Stdio::piped())
         .spawn();
-    let mut child = started.map_err(|source| PostProcessRunError::Start {
-        program: program.clone(),
-        source,
-    })?;
+    let mut child = started.map_err(not_started)?;
     let (stdin, stderr) = (child.stdin.take(), child.stderr.take());
     // Two threads, so that neither a command that reads nothing nor one that prints much can block this process.
     std::thread::scope(|scope| {
@@ -313,12 +285,7 @@ fn call(
         let stderr_tail = reader.join().unwrap_or_default();
         let written = writer.join().unwrap_or(Ok(()));
         match status {
-            Ok(Some(status)) if status.success() => {
-                written.map_err(|source| PostProcessRunError::WriteInput {
-                    program: program.clone(),
-                    source,
-                })
-            }
+            Ok(Some(status)) if status.success() => written.map_err(not_written),
             Ok(Some(status)) => Err(PostProcessRunError::Failed {
                 program: program.clone(),
                 status: status.to_string(),
@@ -329,10 +296,7 @@ fn call(
                 seconds: command.timeout_ms / 1000,
                 stderr_tail,
             }),
-            Err(source) => Err(PostProcessRunError::Start {
-                program: program.clone(),
-                source,
-            }),
+            Err(source) => Err(not_started(source)),
         }
     })
 }
@@ -361,10 +325,7 @@ fn read_stderr_tail(stderr: Option<impl Read>) -> String {
     let Some(mut stderr) = stderr else {
         return String::new();
     };
-    while let Ok(n) = stderr.read(&mut buffer) {
-        if n == 0 {
-            break;
-        }
+    while let Ok(n @ 1..) = stderr.read(&mut buffer) {
         kept.extend_from_slice(&buffer[..n]);
         let over = kept.len().saturating_sub(STDERR_BYTES_MAX);
         kept.drain(..over);

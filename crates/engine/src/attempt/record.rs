@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 use crate::attempt::hints::Hint;
 use crate::attempt::log_capture::CapturedLog;
 use crate::request::IsolationLevel;
+use store::State;
 use store::types::analysis_id::AnalysisId;
 use store::types::manifest::{
     CollectedOutputs, ContentHash, Output, OutputPath, Remark, RemarkedPath,
@@ -36,14 +37,20 @@ pub enum Status {
 
 impl Status {
     pub fn as_str(self) -> &'static str {
-        match self {
-            Status::Succeeded => "succeeded",
-            Status::Failed => "failed",
-            Status::TimedOut => "timed_out",
-            Status::OutOfMemory => "out_of_memory",
-            Status::LimitExceeded => "limit_exceeded",
-            Status::Cancelled => "cancelled",
-            Status::Error => "error",
+        State::from(self).as_str()
+    }
+}
+
+impl From<Status> for State {
+    fn from(status: Status) -> State {
+        match status {
+            Status::Succeeded => State::Succeeded,
+            Status::Failed => State::Failed,
+            Status::TimedOut => State::TimedOut,
+            Status::OutOfMemory => State::OutOfMemory,
+            Status::LimitExceeded => State::LimitExceeded,
+            Status::Cancelled => State::Cancelled,
+            Status::Error => State::Error,
         }
     }
 }

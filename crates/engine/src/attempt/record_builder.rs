@@ -37,22 +37,14 @@ pub(crate) fn program_record(
         }
         _ => Vec::new(),
     };
-    let mut record = empty_record(
-        &request.id,
-        attempt,
-        plan.workspace_root.as_path(),
-        status,
-        reason,
-    );
+    let root = plan.workspace_root.as_path();
+    let mut record = empty_record(&request.id, attempt, root, status, reason);
     let usage = &ran.outcome.usage;
-    record.exit_code = match ran.outcome.exit {
-        Some(Exit::Code(code)) => Some(code),
-        _ => None,
-    };
-    record.signal = match ran.outcome.exit {
-        Some(Exit::Signal(signal)) => Some(signal),
-        _ => None,
-    };
+    match ran.outcome.exit {
+        Some(Exit::Code(code)) => record.exit_code = Some(code),
+        Some(Exit::Signal(signal)) => record.signal = Some(signal),
+        None => {}
+    }
     record.times = Times {
         started_ms: ran.started_ms,
         ended_ms: ran.ended_ms,
@@ -86,13 +78,8 @@ const QUARANTINED: &str = "unkillable: not every process could be shown dead in 
 /// The record of a run that Fumehood could not start.
 pub fn start_failure_record(request: &Request, attempt: u32, error: &AttemptError) -> Record {
     let (status, reason) = error.status_and_reason();
-    let mut record = empty_record(
-        &request.id,
-        attempt,
-        &request.workspace_root,
-        status,
-        reason,
-    );
+    let root = &request.workspace_root;
+    let mut record = empty_record(&request.id, attempt, root, status, reason);
     record.message = Some(error_chain(error));
     record
 }
@@ -195,6 +182,11 @@ pub(crate) fn apply_cancel_cause(record: &mut Record, observer: &mut dyn RunObse
     record.message = Some(String::from(message));
 }
 
+/// What every run sees.
+const SYSTEM: [&str; 8] = [
+    "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev",
+];
+
 fn guess_hints(
     request: &Request,
     plan: &Plan,
@@ -202,12 +194,7 @@ fn guess_hints(
     ran: &ProgramRun,
 ) -> Vec<hints::Hint> {
     let mut visible: Vec<PathBuf> = plan.views.iter().map(|v| v.target.to_path_buf()).collect();
-    visible.extend(
-        [
-            "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev",
-        ]
-        .map(PathBuf::from),
-    );
+    visible.extend(SYSTEM.map(PathBuf::from));
     let workspace = crate::workspace::path_for(&plan.workspace_root, &request.id);
     // A queue's worker runs a copy of the script, so the directory of the script says nothing to the submitter.
     let script_dir = match (&request.command, &request.asked_by) {
@@ -245,10 +232,9 @@ fn guess_hints(
         let kind = hints::HintKind::OpenFiles;
         return vec![hints::Hint { kind, text }];
     }
-    let tail = if ran.stderr.tail.is_empty() {
-        &ran.stderr.head
-    } else {
-        &ran.stderr.tail
+    let tail = match ran.stderr.tail.is_empty() {
+        true => &ran.stderr.head,
+        false => &ran.stderr.tail,
     };
     hints::hints(tail, &facts)
 }

@@ -161,25 +161,17 @@ pub(super) fn guess_content(head: &[u8], whole_bytes: u64) -> ContentGuess {
 
 pub(super) fn media_type(path: &[u8], guess: ContentGuess) -> &'static str {
     let extension = extension(path);
-    let active = || {
-        ACTIVE_BY_EXTENSION
-            .iter()
-            .find(|row| row.0 == extension)
-            .map(|row| row.1)
+    let find = |rows: &[(&str, &'static str)]| {
+        let mut rows = rows.iter();
+        rows.find(|row| row.0 == extension).map(|row| row.1)
     };
-    let text = || {
-        TEXT_BY_EXTENSION
-            .iter()
-            .find(|row| row.0 == extension)
-            .map(|row| row.1)
-    };
+    let active = || find(ACTIVE_BY_EXTENSION);
+    let text = || find(TEXT_BY_EXTENSION);
     match guess {
         ContentGuess::Magic(kind) => {
             let inside = |row: &&(&str, &str, &str)| row.0 == kind && row.1 == extension;
-            CONTAINER_CONTENT
-                .iter()
-                .find(inside)
-                .map_or(kind, |row| row.2)
+            let mut rows = CONTAINER_CONTENT.iter();
+            rows.find(inside).map_or(kind, |row| row.2)
         }
         ContentGuess::Markup(kind) => active().unwrap_or(kind),
         ContentGuess::Text => active().or_else(text).unwrap_or("text/plain"),
@@ -225,11 +217,8 @@ fn is_text(head: &[u8], whole_bytes: u64) -> bool {
 }
 
 fn by_tag(head: &[u8]) -> Option<&'static str> {
-    let lower = head
-        .strip_prefix(b"\xef\xbb\xbf")
-        .unwrap_or(head)
-        .to_ascii_lowercase();
-    let start = lower.trim_ascii_start();
+    let text = head.strip_prefix(b"\xef\xbb\xbf").unwrap_or(head);
+    let start = text.trim_ascii_start().to_ascii_lowercase();
     // Only content that begins as markup counts: a table that mentions a tag stays a table.
     if !start.starts_with(b"<") {
         return None;

@@ -21,45 +21,40 @@ pub(super) fn resolve_command(
     workspace: &Path,
 ) -> Result<ResolvedCommand, PlanError> {
     let named = request.runtime.as_deref();
+    let find = |command: &OsStr| runtime::for_command(command, caller, named, project);
+    let program = |runtime: &Runtime| vec![runtime.program.clone().into_os_string()];
     match &request.command {
         Command::Script { script, args } => {
             let runtime = runtime::for_script(script, caller, named, project)?;
             let name = input_name::name_for(script, None)?;
-            let mut argv = vec![runtime.program.clone().into_os_string()];
+            let mut argv = program(&runtime);
             argv.extend(runtime.leading_args.iter().cloned());
             argv.push(name.clone().into_os_string());
             argv.extend(args.iter().cloned());
-            let script = caller.cwd.join(script);
-            let script = resolve_own_links(&script)?;
+            let script = resolve_own_links(&caller.cwd.join(script))?;
             Ok((runtime, vec![(script, name)], argv))
         }
         Command::Argv(words) => {
-            let (first, rest) = words.split_first().ok_or_else(|| {
-                PlanError::Runtime(RuntimeError::NotFound {
-                    command: OsString::new(),
-                    searched: Vec::new(),
-                })
-            })?;
+            let none = || RuntimeError::not_found(OsStr::new(""), &[]);
+            let (first, rest) = words.split_first().ok_or_else(none)?;
             let runtime = match own_program(first, request) {
                 Some(name) => {
                     // The program still gets the runtime that the caller named or activated, as a shell would.
-                    let shell = runtime::for_command(OsStr::new("sh"), caller, named, project)?;
                     Runtime {
                         program: workspace.join(name),
                         leading_args: Vec::new(),
-                        ..shell
+                        ..find(OsStr::new("sh"))?
                     }
                 }
-                None => runtime::for_command(first, caller, named, project)?,
+                None => find(first)?,
             };
-            let mut argv = vec![runtime.program.clone().into_os_string()];
+            let mut argv = program(&runtime);
             argv.extend(rest.iter().cloned());
             Ok((runtime, Vec::new(), argv))
         }
         Command::Shell => {
-            let runtime = runtime::for_command(OsStr::new("bash"), caller, named, project)
-                .or_else(|_| runtime::for_command(OsStr::new("sh"), caller, named, project))?;
-            let mut argv = vec![runtime.program.clone().into_os_string()];
+            let runtime = find(OsStr::new("bash")).or_else(|_| find(OsStr::new("sh")))?;
+            let mut argv = program(&runtime);
             // /etc/bash.bashrc is not shown. At level landlock it can be seen but not read, and bash would complain.
             if runtime.program.ends_with("bash") {
                 argv.push("--norc".into());

@@ -1,6 +1,6 @@
 //! Why a run or a submission cannot be planned.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use store::types::input_name::InputNameError;
 
@@ -79,4 +79,20 @@ pub enum PlanError {
         path: PathBuf,
         source: std::io::Error,
     },
+}
+
+impl PlanError {
+    pub(super) fn refused(path: &Path, why: &'static str) -> PlanError {
+        PlanError::Refused {
+            path: path.to_path_buf(),
+            why,
+        }
+    }
+
+    pub(super) fn unreachable(path: &Path, source: impl Into<std::io::Error>) -> PlanError {
+        PlanError::Unreachable {
+            path: path.to_path_buf(),
+            source: source.into(),
+        }
+    }
 }

@@ -27,16 +27,11 @@ pub fn resolve(asked: &RequestedLimits) -> Limits {
     let cpus_default = cpus_usable() * 1000;
     // A value that is not explicit is the operator's ceiling on the default.
     let or_default = |asked: Option<RequestedLimit<u64>>, default: &dyn Fn() -> u64| match asked {
-        Some(RequestedLimit {
-            value,
-            explicit: true,
-        }) => value,
-        Some(RequestedLimit {
-            value,
-            explicit: false,
-        }) => value.min(default()),
+        Some(limit) if limit.explicit => limit.value,
+        Some(limit) => limit.value.min(default()),
         None => default(),
     };
+    let pids = asked.pids.value;
     Limits {
         wall_ms: asked.wall_ms.value,
         cpu_ms: asked.cpu_ms.map(|a| a.value),
@@ -45,16 +40,13 @@ pub fn resolve(asked: &RequestedLimits) -> Limits {
         memory_bytes: or_default(asked.memory_bytes, &memory_default),
         cpu_milli: or_default(asked.cpu_milli, &|| cpus_default),
         pids: match asked.pids.explicit {
-            true => asked.pids.value,
-            false => asked
-                .pids
-                .value
-                .min(half_of_free_processes(asked.pids.value)),
+            true => pids,
+            false => pids.min(half_of_free_processes(pids)),
         },
         open_files: asked.open_files.value,
         open_files_of_run: open_files_of_run(
             number_in("/proc/sys/fs/file-max"),
-            asked.pids.value,
+            pids,
             asked.open_files.value,
         ),
         tcp_bytes: tcp_bytes_of_host() / 10,
@@ -336,7 +328,7 @@ impl EnforcementList<'_> {
     fn add_memory(&mut self, outer: &AncestorLimits) -> Result<(), LimitError> {
         let bytes = self.limits.memory_bytes;
         let group = self.by_group(LimitName::Memory);
-        let (by, how_hard) = memory_enforcement(bytes, group.as_ref(), outer);
+        let (by, how_hard) = memory_enforcement(bytes, group, outer);
         if how_hard == Hardness::Watched {
             let explicit = self.asked.memory_bytes.is_some_and(|a| a.explicit);
             self.require_firm(LimitName::Memory, explicit)?;
@@ -422,18 +414,15 @@ impl EnforcementList<'_> {
 /// init's watch.
 fn memory_enforcement(
     asked: u64,
-    held: Option<&EnforcedLimit>,
+    held: Option<EnforcedLimit>,
     outer: &AncestorLimits,
 ) -> (String, Hardness) {
-    let outside = firm_outer_limit(&outer.memory, asked);
-    match (held, outside) {
-        (Some(own), _) if own.how_hard == Hardness::Hard => (own.by.clone(), own.how_hard),
-        (_, Some(outer_limit)) => (outer_limit.by.clone(), outer_limit.how_hard),
-        (Some(own), None) => (own.by.clone(), own.how_hard),
-        (None, None) => (
-            String::from("init's watch over the proportional memory of the run's processes"),
-            Hardness::Watched,
-        ),
+    const WATCH: &str = "init's watch over the proportional memory of the run's processes";
+    match (held, firm_outer_limit(&outer.memory, asked)) {
+        (Some(own), _) if own.how_hard == Hardness::Hard => (own.by, own.how_hard),
+        (_, Some(outer)) => (outer.by.clone(), outer.how_hard),
+        (Some(own), None) => (own.by, own.how_hard),
+        (None, None) => (WATCH.to_owned(), Hardness::Watched),
     }
 }
 

@@ -1,15 +1,12 @@
 //! Symlinks that decide what is shown, copied or written to: who owns them, and where they may lead.
 
-use std::ffi::OsString;
-use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::FileType;
 
 use super::error::PlanError;
-
-/// The kernel follows at most this many symlinks in one path.
-const LINKS_MAX: u32 = 40;
+use super::paths::{PathStep, WalkError, path_of, walk};
 
 /// The most entries to look at below a directory that a symlink selects. Looking takes some tenths of a second.
 const LOOKED_AT_MAX: usize = 100_000;
@@ -66,7 +63,7 @@ fn may_hold_secrets(dir: &Path) -> bool {
 /// belongs to root. A path that does not exist counts as stable.
 pub(super) fn is_stable_path(path: &Path) -> bool {
     let is_link = |part: &Path| match std::fs::symlink_metadata(part) {
-        Ok(meta) if meta.is_symlink() => Some(std::os::unix::fs::MetadataExt::uid(&meta)),
+        Ok(meta) if meta.is_symlink() => Some(meta.uid()),
         _ => None,
     };
     is_link(path).is_none()
@@ -81,12 +78,8 @@ pub(super) fn is_stable_path(path: &Path) -> bool {
 pub(super) fn is_stable_path_to(path: &Path, real: &Path) -> bool {
     let last = path.file_name();
     let above = path.parent().filter(|_| last.is_some());
-    match resolve_links(above.unwrap_or(path), &|owner| owner == 0) {
-        Ok(ResolvedLinks::To(dir)) => {
-            dir.join(last.unwrap_or_default()) == real && !real.is_symlink()
-        }
-        Ok(ResolvedLinks::ForeignLink) | Err(_) => false,
-    }
+    resolve_links(above.unwrap_or(path), &|owner| owner == 0)
+        .is_ok_and(|dir| dir.join(last.unwrap_or_default()) == real && !real.is_symlink())
 }
 
 /// Whether every symlink on the way belongs to the caller or to root. Other users who can write to the project must
@@ -102,17 +95,11 @@ pub(super) fn links_are_own(path: &Path) -> Result<bool, PlanError> {
 /// script is copied with the caller's rights; another user who can write beside it must not choose the file by a
 /// symlink. The result led through no symlink when it was resolved. Open the result later, never `path` again.
 pub(super) fn resolve_own_links(path: &Path) -> Result<PathBuf, PlanError> {
-    match resolve_links(path, &is_own_or_root) {
-        Ok(ResolvedLinks::To(real)) => Ok(real),
-        Ok(ResolvedLinks::ForeignLink) => Err(PlanError::Refused {
-            path: path.to_path_buf(),
-            why: "it leads through a link that another user made; name the file itself",
-        }),
-        Err(source) => Err(PlanError::Unreachable {
-            path: path.to_path_buf(),
-            source: source.into(),
-        }),
-    }
+    const FOREIGN: &str = "it leads through a link that another user made; name the file itself";
+    resolve_links(path, &is_own_or_root).map_err(|error| match error {
+        WalkError::NotPassable(_) => PlanError::refused(path, FOREIGN),
+        WalkError::Failed(errno) => PlanError::unreachable(path, errno),
+    })
 }
 
 /// Resolves the path of a directory that the caller writes to, and that may not exist yet. Returns `None` if a symlink
@@ -122,73 +109,23 @@ pub fn resolve_writable_directory(path: &Path) -> std::io::Result<Option<PathBuf
     let path = std::path::absolute(path)?;
     let exists = |part: &&Path| std::fs::symlink_metadata(part).is_ok();
     let existing = path.ancestors().find(exists).unwrap_or(Path::new("/"));
-    Ok(match resolve_links(existing, &is_own_or_root)? {
-        ResolvedLinks::To(real) => {
-            let below = path.strip_prefix(existing).unwrap_or(Path::new(""));
-            Some(real.join(below))
-        }
-        ResolvedLinks::ForeignLink => None,
-    })
+    let below = path.strip_prefix(existing).unwrap_or(Path::new(""));
+    match resolve_links(existing, &is_own_or_root) {
+        Ok(real) => Ok(Some(real.join(below))),
+        Err(WalkError::NotPassable(_)) => Ok(None),
+        Err(WalkError::Failed(errno)) => Err(errno.into()),
+    }
 }
 
 fn is_own_or_root(owner: u32) -> bool {
     owner == 0 || owner == rustix::process::geteuid().as_raw()
 }
 
-enum ResolvedLinks {
-    /// The path without symlinks and `..`.
-    To(PathBuf),
-    /// A symlink on the way belongs to a user whose symlinks are not followed.
-    ForeignLink,
-}
-
-/// Resolves an absolute path, and follows only symlinks whose owner `may_follow` accepts. Opens each symlink once, and
-/// reads its owner and its target from the open descriptor, because the name may be given to another symlink between
-/// two lookups.
-fn resolve_links(
-    path: &Path,
-    may_follow: &dyn Fn(u32) -> bool,
-) -> rustix::io::Result<ResolvedLinks> {
-    let mut at = PathBuf::from("/");
-    let mut pending = components_reversed(path);
-    let mut links = 0;
-    while let Some(component) = pending.pop() {
-        if component == ".." {
-            // `at` holds no symlink, so its parent directory is its parent path.
-            at.pop();
-            continue;
-        }
-        at.push(component);
-        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file = rustix::fs::open(&at, flags, Mode::empty())?;
-        let stat = rustix::fs::fstat(&file)?;
-        if FileType::from_raw_mode(stat.st_mode) != FileType::Symlink {
-            continue;
-        }
-        links += 1;
-        if links > LINKS_MAX {
-            return Err(rustix::io::Errno::LOOP);
-        }
-        if !may_follow(stat.st_uid) {
-            return Ok(ResolvedLinks::ForeignLink);
-        }
-        let target = rustix::fs::readlinkat(&file, "", Vec::new())?.into_bytes();
-        let target = PathBuf::from(OsString::from_vec(target));
-        match target.is_absolute() {
-            true => at = PathBuf::from("/"),
-            false => drop(at.pop()),
-        }
-        pending.extend(components_reversed(&target));
-    }
-    Ok(ResolvedLinks::To(at))
-}
-
-/// Returns the names and `..` components of a path, the last one first.
-fn components_reversed(path: &Path) -> Vec<OsString> {
-    let is_step =
-        |part: &Component<'_>| matches!(part, Component::Normal(_) | Component::ParentDir);
-    let parts = path.components().filter(is_step).rev();
-    parts.map(|part| part.as_os_str().to_owned()).collect()
+/// Resolves an absolute path, and follows only symlinks whose owner `may_follow` accepts.
+fn resolve_links(path: &Path, may_follow: &dyn Fn(u32) -> bool) -> Result<PathBuf, WalkError> {
+    let is_link = |step: &PathStep| step.kind() == FileType::Symlink;
+    let may_pass = |step: &PathStep| !is_link(step) || may_follow(step.stat.st_uid);
+    walk(path, &may_pass).map(|steps| path_of(&steps))
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Which host paths may be shown or copied, depending on who asks.
 
+use std::ffi::OsStr;
 use std::path::{Component, Path, PathBuf};
 
 use sandbox::spec::{Exec, HostPath, InsidePath, Owner, ReadOnlyView, ViewContent};
@@ -7,14 +8,16 @@ use sandbox::spec::{Exec, HostPath, InsidePath, Owner, ReadOnlyView, ViewContent
 use super::command::own_program;
 use super::error::PlanError;
 use super::links::{self, links_are_own};
-use super::paths::{canonical, canonical_of, inside_target, plain};
+use super::paths::{canonical_of, inside_target, plain};
 use super::{siblings, world_readable};
-use crate::plan::runtime::{Runtime, RuntimeError};
+use crate::plan::runtime::{Runtime, RuntimeAlias, RuntimeError};
 use crate::request::{
     Command, NamedBy, NamedDirectory, QueueWriters, ReadRoot, RequestOrigin, SiblingModules,
 };
 use crate::settings::Request;
 use store::types::escaping::quote_for_shell;
+
+const CHANGED: &str = "it changed while it was looked at";
 
 /// The two directories of a project that an analysis may read.
 #[derive(Clone, Copy)]
@@ -80,11 +83,8 @@ impl PathChecks<'_> {
         self.check_may_show(&real)?;
         let mut targets = vec![real.clone(), workspace.join(directory.name())];
         targets.extend(plain(&given).filter(|p| *p != real && !self.is_in_workspace(p)));
-        views.extend(
-            targets
-                .into_iter()
-                .map(|target| self.view(&real, &target, Exec::Refused, ViewContent::Data)),
-        );
+        let view = |target: PathBuf| self.view(&real, &target, Exec::Refused, ViewContent::Data);
+        views.extend(targets.into_iter().map(view));
         Ok(())
     }
 
@@ -113,13 +113,11 @@ impl PathChecks<'_> {
             None => {
                 let usual = self.request.project.join(directory.name());
                 // A project may lack the directory. A regular file of that name counts as lacking it.
-                match usual.is_dir() {
-                    true => Ok(Some((
-                        usual.clone(),
-                        self.resolve_in_project(&usual, directory)?,
-                    ))),
-                    false => Ok(None),
+                if !usual.is_dir() {
+                    return Ok(None);
                 }
+                let real = self.resolve_in_project(&usual, directory)?;
+                Ok(Some((usual, real)))
             }
         }
     }
@@ -133,7 +131,7 @@ impl PathChecks<'_> {
         match directory.named(self.request) {
             // The directory may exist on the worker only.
             Some(named) if named.named_by == NamedBy::Caller => {
-                let here = canonical(&named.path).ok();
+                let here = named.path.canonicalize().ok();
                 let given = || named.path.clone();
                 Ok(Some(match links::is_stable_path(&named.path) {
                     true => given(),
@@ -188,11 +186,8 @@ impl PathChecks<'_> {
                 [real.clone()].into_iter().chain(as_given).collect()
             }
         };
-        views.extend(
-            targets
-                .into_iter()
-                .map(|target| self.view(&real, &target, Exec::Allowed, ViewContent::Data)),
-        );
+        let view = |target: PathBuf| self.view(&real, &target, Exec::Allowed, ViewContent::Data);
+        views.extend(targets.into_iter().map(view));
         Ok(())
     }
 
@@ -208,12 +203,8 @@ impl PathChecks<'_> {
         for alias in &runtime.aliases {
             self.check_world_readable(&alias.source)
                 .or_else(|e| self.hide_from_other_users(e))?;
-            views.push(self.view(
-                &alias.source,
-                &alias.at,
-                Exec::Allowed,
-                ViewContent::Runtime,
-            ));
+            let RuntimeAlias { at, source } = alias;
+            views.push(self.view(source, at, Exec::Allowed, ViewContent::Runtime));
         }
         Ok(())
     }
@@ -230,21 +221,13 @@ impl PathChecks<'_> {
     /// reveal what lies on this host.
     fn hide_from_other_users(&self, error: PlanError) -> Result<(), PlanError> {
         match self.is_from_other_users() && self.request.runtime.is_none() {
-            true => Err(PlanError::Runtime(RuntimeError::NotFound {
-                command: Default::default(),
-                searched: Vec::new(),
-            })),
+            true => Err(RuntimeError::not_found(OsStr::new(""), &[]).into()),
             false => Err(error),
         }
     }
 
     fn check_may_show(&self, real: &Path) -> Result<(), PlanError> {
-        let refuse = |why| {
-            Err(PlanError::Refused {
-                path: real.to_path_buf(),
-                why,
-            })
-        };
+        let refuse = |why| Err(PlanError::refused(real, why));
         for kernel in ["/proc", "/sys", "/dev"] {
             if real.starts_with(kernel) {
                 return refuse("it is the kernel's, and never shown");
@@ -285,10 +268,7 @@ impl PathChecks<'_> {
         for (index, (source, _)) in inputs.iter_mut().enumerate() {
             let real = self.resolve_copied_source(source)?;
             if is_script && index == 0 && real != *source {
-                return Err(PlanError::Refused {
-                    path: source.clone(),
-                    why: "it changed while it was looked at",
-                });
+                return Err(PlanError::refused(source, CHANGED));
             }
             *source = real;
         }
@@ -323,12 +303,7 @@ impl PathChecks<'_> {
 
     /// Refuses a path that contains, or lies in, the workspaces or Fumehood's own files.
     fn check_not_private(&self, real: &Path) -> Result<(), PlanError> {
-        let refuse = |why| {
-            Err(PlanError::Refused {
-                path: real.to_path_buf(),
-                why,
-            })
-        };
+        let refuse = |why| Err(PlanError::refused(real, why));
         if self.workspace_root.starts_with(real) {
             return refuse("it contains the workspaces of other analyses");
         }
@@ -337,7 +312,7 @@ impl PathChecks<'_> {
         }
         let records = self.private.records.iter().map(PathBuf::as_path);
         for own in [self.private.home].into_iter().chain(records) {
-            let own = canonical(own).unwrap_or_else(|_| own.to_path_buf());
+            let own = own.canonicalize().unwrap_or_else(|_| own.to_path_buf());
             if own.starts_with(real) || real.starts_with(&own) {
                 return refuse(
                     "it contains Fumehood's own records (FUMEHOOD_HOME, the database or the artifacts)",
@@ -372,7 +347,7 @@ impl PathChecks<'_> {
     /// Whether the operator lists a directory above the path. Then every requester may read it.
     fn is_in_readable_roots(&self, real: &Path) -> bool {
         let mut roots = self.request.readable_roots.iter().flatten();
-        roots.any(|root| canonical(root).is_ok_and(|root| real.starts_with(root)))
+        roots.any(|root| root.canonicalize().is_ok_and(|root| real.starts_with(root)))
     }
 
     /// Whether the requester may have fewer rights than this process.
@@ -391,7 +366,7 @@ impl PathChecks<'_> {
         let mut roots = self.request.readable_roots.iter().flatten();
         let is_plain = !path.components().any(|part| part == Component::ParentDir);
         let listed = is_plain && roots.any(|root| path.starts_with(root));
-        match canonical(path) {
+        match path.canonicalize() {
             Ok(real) if listed && self.is_in_readable_roots(&real) => Ok(real),
             // The target is world-readable, so nothing is revealed.
             Ok(real) if listed && world_readable::resolve(&real).is_ok_and(|open| open == real) => {
@@ -409,10 +384,7 @@ impl PathChecks<'_> {
         }
         // The path was resolved before, so a symlink in it is new.
         if world_readable::resolve(real)? != real {
-            return Err(PlanError::Refused {
-                path: real.to_path_buf(),
-                why: "it changed while it was looked at",
-            });
+            return Err(PlanError::refused(real, CHANGED));
         }
         // Without root the program runs as this process's user and reads what this process can read. Under root it runs
         // with a uid that owns nothing.
@@ -444,7 +416,7 @@ impl PathChecks<'_> {
             self.check_world_readable(&real)?;
             return Ok(real);
         }
-        canonical(path).map_err(|source| PlanError::Project {
+        path.canonicalize().map_err(|source| PlanError::Project {
             path: path.clone(),
             source,
         })
@@ -462,10 +434,10 @@ impl PathChecks<'_> {
         {
             let path = Path::new(first);
             if !path.is_absolute() {
-                return Err(PlanError::Refused {
-                    path: path.to_path_buf(),
-                    why: "a queued analysis has no directory but its workspace; name the program among its inputs, or from / on",
-                });
+                return Err(PlanError::refused(
+                    path,
+                    "a queued analysis has no directory but its workspace; name the program among its inputs, or from / on",
+                ));
             }
             self.check_world_readable(&self.resolve(path)?)?;
         }
@@ -489,9 +461,9 @@ fn resolve_staged_source(source: &Path, staged: &Path) -> Result<PathBuf, PlanEr
     let (real, staged) = (canonical_of(source)?, canonical_of(staged)?);
     match real.starts_with(&staged) {
         true => Ok(real),
-        false => Err(PlanError::Refused {
-            path: source.to_path_buf(),
-            why: "it did not come with the submission, and nothing else is copied for a queued analysis",
-        }),
+        false => Err(PlanError::refused(
+            source,
+            "it did not come with the submission, and nothing else is copied for a queued analysis",
+        )),
     }
 }

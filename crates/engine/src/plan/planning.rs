@@ -9,7 +9,6 @@ use store::types::input_name;
 use super::command::resolve_command;
 use super::error::PlanError;
 use super::path_checks::{InputDirectory, PathChecks, PrivatePaths};
-use super::paths::canonical;
 use super::views::sort_for_mounting;
 use super::visible_paths::VisiblePaths;
 use super::world_readable;
@@ -41,20 +40,17 @@ pub fn plan(
     caller: &CallerEnvironment,
     private: &PrivatePaths<'_>,
 ) -> Result<Plan, PlanError> {
-    let workspace_root =
-        canonical(&request.workspace_root).map_err(|source| PlanError::WorkspaceRoot {
-            path: request.workspace_root.clone(),
+    let root = &request.workspace_root;
+    let workspace_root = root
+        .canonicalize()
+        .map_err(|source| PlanError::WorkspaceRoot {
+            path: root.clone(),
             source,
         })?;
-    if ["/dev", "/proc", "/sys"]
-        .iter()
-        .any(|dir| workspace_root.starts_with(dir))
-    {
+    let kernel = ["/dev", "/proc", "/sys"];
+    if kernel.iter().any(|dir| workspace_root.starts_with(dir)) {
         let why = "it is the kernel's; choose a directory on a disk, or --workspace memory";
-        return Err(PlanError::Refused {
-            path: workspace_root,
-            why,
-        });
+        return Err(PlanError::refused(&workspace_root, why));
     }
     let workspace = crate::workspace::path_for(&workspace_root, &request.id);
     let checks = PathChecks {
@@ -73,10 +69,8 @@ pub fn plan(
     }
     let (runtime, mut inputs, argv) = resolve_command(request, caller, &project, &workspace)?;
     for input in &request.inputs {
-        inputs.push((
-            input.host.clone(),
-            input_name::name_for(&input.host, input.name.as_deref())?,
-        ));
+        let name = input_name::name_for(&input.host, input.name.as_deref())?;
+        inputs.push((input.host.clone(), name));
     }
     // Resolve each source once: the path that is checked here is the path that is opened later.
     checks.resolve_copied_sources(&mut inputs)?;

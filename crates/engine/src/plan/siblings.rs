@@ -60,14 +60,10 @@ pub(super) fn find_siblings(
              settings lie; move the script and its modules into a directory of their own, or name each module with --input",
         ));
     }
-    let unreachable = |source: Errno| PlanError::Unreachable {
-        path: script.to_path_buf(),
-        source: source.into(),
-    };
     let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let dir = rustix::fs::openat2(rustix::fs::CWD, top, flags, Mode::empty(), resolve)
-        .map_err(unreachable)?;
+        .map_err(|errno| PlanError::unreachable(script, errno))?;
     // Any error but ENOENT leaves open whether the marker is there, and counts as a marker.
     let is_absent = |name: &&str| {
         let found = rustix::fs::statat(&dir, *name, AtFlags::SYMLINK_NOFOLLOW);
@@ -137,14 +133,12 @@ impl ImportSearch<'_> {
         let mut names = 0;
         imports(source, |import| {
             names += 1;
-            if names > NAMES_MAX {
+            let new = !done.contains(&import);
+            if names > NAMES_MAX || new && done.len() >= LOOKUPS_MAX {
                 return Err(self.too_many(TOO_MANY_NAMES));
             }
-            if done.contains(&import) {
+            if !new {
                 return Ok(());
-            }
-            if done.len() >= LOOKUPS_MAX {
-                return Err(self.too_many(TOO_MANY_NAMES));
             }
             let above = import.dots.saturating_sub(1);
             let base = match import.dots {
@@ -207,9 +201,8 @@ impl ImportSearch<'_> {
 
     /// Reads a regular file below the script's directory. `None` if there is none, or if a symlink leads to it.
     fn read_source(&mut self, name: &Path) -> Result<Option<Vec<u8>>, PlanError> {
-        let unreachable = |source: std::io::Error| PlanError::Unreachable {
-            path: self.script.with_file_name(name),
-            source,
+        let unreachable = |source: std::io::Error| {
+            PlanError::unreachable(&self.script.with_file_name(name), source)
         };
         // Opening some devices has side effects, so look at the type first; the check of the descriptor decides.
         match rustix::fs::statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW) {
@@ -260,22 +253,22 @@ impl ImportSearch<'_> {
                 more => format!("{} and {more} more", shown.join(", ")),
             }
         };
-        let skipped = match self.skipped.is_empty() {
-            true => String::new(),
+        let copied = match self.found.is_empty() {
+            true => String::from("no modules beside the script were copied in"),
             false => format!(
-                "; left out, as links are not followed: {}",
-                list(&self.skipped)
+                "modules beside the script, copied in: {}",
+                list(&self.found)
             ),
         };
-        match (self.found.is_empty(), skipped.is_empty()) {
+        match (self.found.is_empty(), self.skipped.is_empty()) {
             (true, true) => None,
-            (true, false) => Some(format!(
-                "no modules beside the script were copied in{skipped}"
-            )),
-            _ => Some(format!(
-                "modules beside the script, copied in: {}{skipped}",
-                list(&self.found)
-            )),
+            (false, true) => Some(copied),
+            (_, false) => {
+                let skipped = list(&self.skipped);
+                Some(format!(
+                    "{copied}; left out, as links are not followed: {skipped}"
+                ))
+            }
         }
     }
 }

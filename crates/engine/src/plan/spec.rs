@@ -11,7 +11,6 @@ use sandbox::spec::{
 
 use super::environment::environment;
 use super::error::PlanError;
-use super::paths::canonical;
 use super::planning::Plan;
 use super::views::merge;
 use crate::settings::Request;
@@ -89,7 +88,7 @@ pub fn workspace_links(
             Ok(name) if name.components().count() == 1 => {
                 links.push((name.to_path_buf(), source.to_path_buf()));
             }
-            Err(_) if canonical(target).is_ok_and(|real| real == source) => {}
+            Err(_) if target.canonicalize().is_ok_and(|real| real == source) => {}
             _ => {
                 return Err(PlanError::BadTarget {
                     inside: target.to_path_buf(),

@@ -7,7 +7,6 @@ use super::command::own_program;
 use super::error::PlanError;
 use super::links::resolve_own_links;
 use super::path_checks::{InputDirectory, PathChecks, PrivatePaths};
-use super::paths::canonical;
 use super::visible_paths::VisiblePaths;
 use crate::plan::runtime::CallerEnvironment;
 use crate::request::{Command, SiblingModules, Stdin};
@@ -38,8 +37,8 @@ pub fn resolve_submit_inputs(
     private: &PrivatePaths<'_>,
 ) -> Result<SubmitInputs, PlanError> {
     // The local workspace root may not be an input either.
-    let workspace_root =
-        canonical(&request.workspace_root).unwrap_or_else(|_| request.workspace_root.clone());
+    let root = &request.workspace_root;
+    let workspace_root = root.canonicalize().unwrap_or_else(|_| root.clone());
     let checks = PathChecks {
         request,
         workspace_root: &workspace_root,
@@ -49,8 +48,7 @@ pub fn resolve_submit_inputs(
     let command = match &request.command {
         Command::Script { script, args } => {
             let name = input_name::name_for(script, None)?;
-            let script = caller.cwd.join(script);
-            let script = resolve_own_links(&script)?;
+            let script = resolve_own_links(&caller.cwd.join(script))?;
             inputs.push((script, name.clone()));
             Command::Script {
                 script: name,
@@ -99,11 +97,9 @@ fn absolute_program(words: &[OsString], request: &Request, cwd: &Path) -> Vec<Os
 }
 
 fn active_prefix(caller: &CallerEnvironment) -> Option<PathBuf> {
-    let names = ["VIRTUAL_ENV", "CONDA_PREFIX"];
-    names.iter().find_map(|name| {
-        let prefix = PathBuf::from(caller.env.get(std::ffi::OsStr::new(name))?);
-        (prefix.is_absolute() && prefix.is_dir()).then_some(prefix)
-    })
+    let active = |name: &&str| caller.active(name).filter(|prefix| prefix.is_dir());
+    let prefix = ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().find_map(active);
+    prefix.map(Path::to_path_buf)
 }
 
 /// Checks the arguments as for a run, but only relative paths: the worker does not have the current directory. An

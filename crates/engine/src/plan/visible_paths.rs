@@ -7,7 +7,7 @@ use sandbox::spec::ReadOnlyView;
 use store::types::escaping::quote_for_shell;
 
 use super::error::PlanError;
-use super::paths::{canonical, without_dot_components};
+use super::paths::without_dot_components;
 
 /// The paths that the program will see.
 pub(super) struct VisiblePaths<'a> {
@@ -40,11 +40,9 @@ impl VisiblePaths<'_> {
             if !meant || self.is_visible(path) {
                 continue;
             }
-            let quoted = quote_for_shell(arg);
-            let suggestion = self.suggested_option(path);
             return Err(PlanError::ArgumentNotVisible {
-                arg: quoted,
-                suggestion,
+                arg: quote_for_shell(arg),
+                suggestion: self.suggested_option(path),
             });
         }
         Ok(())
@@ -60,16 +58,16 @@ impl VisiblePaths<'_> {
             plain.into_os_string()
         } else if plain.components().any(|c| c == Component::ParentDir) {
             // The path leads out of the workspace, where only a view can appear.
-            let real = canonical(&self.cwd.join(path)).unwrap_or_else(|_| self.cwd.join(path));
+            let host = self.cwd.join(path);
+            let real = host.canonicalize().unwrap_or(host);
             join_with_colon(&real, &without_dot_components(&self.workspace.join(path)))
-        } else if plain.components().count() == 1 {
-            return format!("--input {}", quote_for_shell(plain.as_os_str()));
         } else {
             // `--input sub/file.csv` alone would arrive as `file.csv`, but the argument names `sub/file.csv`.
-            return format!(
-                "--input {}",
-                quote_for_shell(&join_with_colon(&plain, &plain))
-            );
+            let both = match plain.components().count() {
+                1 => plain.into_os_string(),
+                _ => join_with_colon(&plain, &plain),
+            };
+            return format!("--input {}", quote_for_shell(&both));
         };
         format!("--read {}", quote_for_shell(&option))
     }
@@ -79,15 +77,11 @@ impl VisiblePaths<'_> {
         let system = [
             "/usr", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/etc", "/dev",
         ];
+        let is_copied = |name: &PathBuf| inside.starts_with(self.workspace.join(name));
+        let mut views = self.views.iter();
         system.iter().any(|s| inside.starts_with(s))
-            || self
-                .views
-                .iter()
-                .any(|v| inside.starts_with(v.target.as_path()))
-            || self
-                .inputs
-                .iter()
-                .any(|(_, name)| inside.starts_with(self.workspace.join(name)))
+            || views.any(|v| inside.starts_with(v.target.as_path()))
+            || self.inputs.iter().any(|(_, name)| is_copied(name))
     }
 }
 

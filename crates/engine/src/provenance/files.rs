@@ -7,7 +7,7 @@
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
@@ -72,19 +72,8 @@ impl InspectedDir {
         Ok(rustix::fs::readlinkat(&self.0, name, Vec::new())?.into_bytes())
     }
 
-    /// Opens a regular file for reading.
     pub(super) fn open_file(&self, path: &[u8]) -> io::Result<File> {
-        // Check the type before opening, because opening some devices has side effects, and after, because the entry
-        // may have been replaced.
-        let path = check_name_length(path)?;
-        check_regular(&rustix::fs::statat(
-            &self.0,
-            path,
-            AtFlags::SYMLINK_NOFOLLOW,
-        )?)?;
-        let file = open(&self.0, path, OFlags::empty(), inside_only())?;
-        check_regular(&rustix::fs::fstat(&file)?)?;
-        Ok(File::from(file))
+        open_regular(&self.0, path)
     }
 
     pub(super) fn read(&self, path: &[u8], bytes_max: usize) -> io::Result<FileHead> {
@@ -136,16 +125,23 @@ impl InspectedDir {
     }
 }
 
+/// Opens a regular file below a directory for reading.
+pub(crate) fn open_regular(dir: impl AsFd, path: &[u8]) -> io::Result<File> {
+    // Check the type before opening, because opening some devices has side effects, and after, because the entry may
+    // have been replaced.
+    let path = check_name_length(path)?;
+    let stat = rustix::fs::statat(dir.as_fd(), path, AtFlags::SYMLINK_NOFOLLOW)?;
+    check_regular(&stat)?;
+    let file = open(dir, path, OFlags::empty(), inside_only())?;
+    check_regular(&rustix::fs::fstat(&file)?)?;
+    Ok(File::from(file))
+}
+
 fn inside_only() -> ResolveFlags {
     ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS
 }
 
-fn open(
-    at: impl std::os::fd::AsFd,
-    path: &[u8],
-    more: OFlags,
-    resolve: ResolveFlags,
-) -> io::Result<OwnedFd> {
+fn open(at: impl AsFd, path: &[u8], more: OFlags, resolve: ResolveFlags) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY | more;
     let fd = rustix::fs::openat2(at, check_name_length(path)?, flags, Mode::empty(), resolve)?;
     Ok(fd)

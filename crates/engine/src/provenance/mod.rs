@@ -9,7 +9,7 @@
 //! - `packages.rs`: the installed packages of a runtime.
 //! - `files.rs`: bounded reads of untrusted files.
 
-mod files;
+pub(crate) mod files;
 mod git;
 mod packages;
 #[cfg(test)]
@@ -334,13 +334,12 @@ fn record_variable(name: &OsStr, value: &OsStr, secret_names: &[String]) -> Vari
     }
 }
 
+const NO_VERSION: &str =
+    "runtime: its version is written nowhere that it can be read without starting it";
+
 fn inspect_runtime(facts: &ProvenanceFacts<'_>, notes: &mut Notes) -> ProvenanceRuntime {
-    let name = facts
-        .program
-        .file_name()
-        .and_then(OsStr::to_str)
-        .unwrap_or_default();
-    let kind = match name {
+    let name = facts.program.file_name().and_then(OsStr::to_str);
+    let kind = match name.unwrap_or_default() {
         "R" | "Rscript" => RuntimeKind::R,
         name if name.starts_with("python") || name.starts_with("pypy") => RuntimeKind::Python,
         _ => RuntimeKind::Other,
@@ -368,16 +367,12 @@ fn inspect_runtime(facts: &ProvenanceFacts<'_>, notes: &mut Notes) -> Provenance
     }
     let libraries = finder.libraries;
     if kind != RuntimeKind::Other && version.is_none() {
-        notes
-            .add("runtime: its version is written nowhere that it can be read without starting it");
+        notes.add(NO_VERSION);
     }
+    let interpreter = facts.program.canonicalize().ok();
     ProvenanceRuntime {
         program: path_text(facts.program),
-        interpreter: facts
-            .program
-            .canonicalize()
-            .ok()
-            .map(|path| path_text(&path)),
+        interpreter: interpreter.as_deref().map(path_text),
         prefix: prefix.map(path_text),
         kind,
         version,
@@ -415,18 +410,11 @@ fn add_python_libraries(
 /// Adds R's own libraries, and those that the program's environment names.
 fn add_r_libraries(finder: &mut PackageFinder<'_>, facts: &ProvenanceFacts<'_>, prefix: &Path) {
     finder.add_r(prefix);
-    let named = |name: &OsStr| {
-        ["R_LIBS", "R_LIBS_USER", "R_LIBS_SITE"]
-            .iter()
-            .any(|n| name == *n)
-    };
+    const VARIABLES: [&str; 3] = ["R_LIBS", "R_LIBS_USER", "R_LIBS_SITE"];
+    let named = |name: &OsStr| VARIABLES.iter().any(|variable| name == *variable);
     for (_, value) in facts.inside_env.iter().filter(|(name, _)| named(name)) {
-        for path in value
-            .as_bytes()
-            .split(|b| *b == b':')
-            .filter(|p| p.starts_with(b"/"))
-        {
-            finder.add_library(Path::new(OsStr::from_bytes(path)), LibraryKind::R);
+        for path in std::env::split_paths(value).filter(|path| path.is_absolute()) {
+            finder.add_library(&path, LibraryKind::R);
         }
     }
 }

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::files::InspectedDir;
 use super::{Notes, bounded_path_text};
+use crate::plan::runtime::venv_settings;
 
 /// The most packages in all libraries of a run.
 pub const PACKAGES_MAX: usize = 10_000;
@@ -79,12 +80,11 @@ impl<'n> PackageFinder<'n> {
         let mut places = Vec::new();
         for lib in ["lib", "lib64"] {
             let dir = prefix.join(lib);
-            for python in python_dirs(&dir) {
-                let wanted = version.is_none_or(|version| python.version == version);
-                if wanted {
-                    places.push(dir.join(&python.name).join("site-packages"));
-                    places.push(dir.join(&python.name).join("dist-packages"));
-                }
+            let mut pythons = python_dirs(&dir);
+            pythons.retain(|python| version.is_none_or(|version| python.version == version));
+            for python in pythons {
+                places.push(dir.join(&python.name).join("site-packages"));
+                places.push(dir.join(&python.name).join("dist-packages"));
             }
         }
         if prefix == Path::new("/usr") {
@@ -162,14 +162,12 @@ impl<'n> PackageFinder<'n> {
         }
         packages.sort();
         let found = packages.len();
-        let text_left = &mut self.text_left;
         packages.retain(|package| {
-            let words =
-                [&package.version, &package.build].map(|w| w.as_ref().map_or(0, String::len));
-            let bytes = package.name.len() + words.iter().sum::<usize>();
-            let fits = bytes <= *text_left;
-            *text_left -= if fits { bytes } else { 0 };
-            fits
+            let words = [&package.version, &package.build].into_iter().flatten();
+            let bytes = package.name.len() + words.map(String::len).sum::<usize>();
+            let left = self.text_left.checked_sub(bytes);
+            self.text_left = left.unwrap_or(self.text_left);
+            left.is_some()
         });
         if packages.len() < found {
             self.notes.add(format!(
@@ -356,22 +354,15 @@ fn named_version(program: &Path) -> Option<String> {
 /// The first value of one of these keys in pyvenv.cfg.
 pub(super) fn venv_setting(prefix: &InspectedDir, keys: &[&[u8]]) -> Option<Vec<u8>> {
     let text = prefix.read_whole(b"pyvenv.cfg", METADATA_BYTES_MAX).ok()?;
-    let mut lines = text.split(|b| *b == b'\n');
-    lines.find_map(|line| {
-        let equals = line.iter().position(|b| *b == b'=')?;
-        let key = line[..equals].trim_ascii().to_ascii_lowercase();
-        let value = line[equals + 1..].trim_ascii();
-        let found = !value.is_empty() && keys.contains(&key.as_slice());
-        found.then(|| value.to_vec())
-    })
+    let mut settings = venv_settings(&text);
+    let (_, value) = settings.find(|(key, _)| keys.contains(&key.as_slice()))?;
+    Some(value.to_vec())
 }
 
 /// The version of R: that of its package `base`.
 pub(super) fn r_version(libraries: &[Library]) -> Option<String> {
     let r = libraries.iter().filter(|l| l.kind == LibraryKind::R);
     let mut packages = r.flat_map(|library| &library.packages);
-    packages
-        .find(|package| package.name == "base")?
-        .version
-        .clone()
+    let base = packages.find(|package| package.name == "base")?;
+    base.version.clone()
 }

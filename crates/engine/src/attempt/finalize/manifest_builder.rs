@@ -3,14 +3,13 @@
 use std::io::{self, Read};
 use std::os::fd::BorrowedFd;
 
-use rustix::fs::{Mode, OFlags, ResolveFlags};
-
 use crate::attempt::error::CommitError;
 use crate::attempt::finalize::ended_attempt::{EndedAttempt, Leftovers};
 use crate::attempt::record::{CollectionSummary, OutputSummary, Reason, Record, Status};
 use crate::collect::{
     self, CollectProgress, CollectionBounds, CollectionRules, Globs, StagedInput,
 };
+use crate::provenance::files::open_regular;
 use crate::run_dir::StateFile;
 use store::types::manifest::{
     self, CollectedOutputs, ContentHash, Manifest, Output, Remark, RemarkedPath,
@@ -89,15 +88,9 @@ fn result_text(dir: BorrowedFd<'_>, outputs: &[Output]) -> Option<Result<String,
         ));
     }
     let read = || -> io::Result<Vec<u8>> {
-        let flags =
-            OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let resolve =
-            ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-        let file = rustix::fs::openat2(dir, c"result.json", flags, Mode::empty(), resolve)?;
         let mut bytes = Vec::new();
-        std::fs::File::from(file)
-            .take(output.bytes + 1)
-            .read_to_end(&mut bytes)?;
+        let file = open_regular(dir, RESULT)?;
+        file.take(output.bytes + 1).read_to_end(&mut bytes)?;
         match ContentHash::of(&bytes) == output.blake3 {
             true => Ok(bytes),
             false => Err(io::Error::other("it changed while it was read")),

@@ -7,7 +7,7 @@ use serde_json::value::RawValue;
 
 use crate::attempt::error::CommitError;
 use crate::attempt::finalize::ended_attempt::EndedAttempt;
-use crate::attempt::record::{CommitState, CommitSummary, Record, Status};
+use crate::attempt::record::{CommitState, CommitSummary, Record};
 use crate::attempt::recorder::Recorder;
 use crate::provenance;
 use crate::request::{CollectionSettings, IsolationLevel};
@@ -84,7 +84,7 @@ pub(super) fn commit(
             provenance: provenance.as_deref(),
         },
         attempt: record.attempt,
-        state: state_of(record.status),
+        state: record.status.into(),
         reason: record.reason.as_str(),
         message: record.message.as_deref(),
         started_ms: ran.then(|| ms(record.times.started_ms)).flatten(),
@@ -151,18 +151,6 @@ fn json_of(record: &Record) -> [String; 4] {
         json(&record.hints),
         json(&record.notices),
     ]
-}
-
-fn state_of(status: Status) -> store::State {
-    match status {
-        Status::Succeeded => store::State::Succeeded,
-        Status::Failed => store::State::Failed,
-        Status::TimedOut => store::State::TimedOut,
-        Status::OutOfMemory => store::State::OutOfMemory,
-        Status::LimitExceeded => store::State::LimitExceeded,
-        Status::Cancelled => store::State::Cancelled,
-        Status::Error => store::State::Error,
-    }
 }
 
 fn usage_of(record: &Record) -> store::AttemptUsage {

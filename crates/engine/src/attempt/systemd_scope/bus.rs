@@ -107,11 +107,8 @@ impl BusConnection {
     /// EXTERNAL: the kernel tells the other end this process's uid, and this process states the same uid as text.
     fn authenticate(&mut self) -> Result<(), BusError> {
         let uid = rustix::process::geteuid().as_raw();
-        let hex: String = uid
-            .to_string()
-            .bytes()
-            .map(|b| format!("{b:02x}"))
-            .collect();
+        let digits = uid.to_string();
+        let hex: String = digits.bytes().map(|b| format!("{b:02x}")).collect();
         self.send(format!("\0AUTH EXTERNAL {hex}\r\n").as_bytes())?;
         let mut line = Vec::new();
         while !line.ends_with(b"\r\n") {
@@ -348,8 +345,7 @@ struct Message {
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> Option<usize> {
-    let four = bytes.get(at..at.checked_add(4)?)?;
-    let value = u32::from_le_bytes(four.try_into().ok()?);
+    let value = u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?);
     usize::try_from(value).ok()
 }
 
@@ -364,13 +360,9 @@ fn text_at(bytes: &[u8], at: usize) -> Option<(String, usize)> {
     let length = u32_at(bytes, at)?;
     let text = bytes.get(at + 4..(at + 4).checked_add(length)?)?;
     // People see this text, so remove control characters.
-    let shown = String::from_utf8_lossy(text);
-    let shown = shown
-        .chars()
-        .filter(|c| !c.is_control())
-        .take(300)
-        .collect();
-    Some((shown, at + 4 + length + 1))
+    let text = String::from_utf8_lossy(text);
+    let shown = text.chars().filter(|c| !c.is_control()).take(300);
+    Some((shown.collect(), at + 4 + length + 1))
 }
 
 fn parse(bytes: &[u8]) -> Option<Message> {

@@ -87,18 +87,18 @@ static MEMBERSHIP: OnceLock<Result<ScopeMembership, ScopeError>> = OnceLock::new
 /// Puts this process where it can create cgroups, if systemd can help with that. Only the first call does something. It
 /// must come before anything is started, because only this process is moved.
 pub fn ensure_delegated() -> Result<&'static ScopeMembership, &'static ScopeError> {
-    MEMBERSHIP
-        .get_or_init(|| join(ScopePurpose::Groups))
-        .as_ref()
+    membership(ScopePurpose::Groups)
 }
 
 /// The same for a process that must outlive its unit: it gets a scope in the same slice even if it can create cgroups
 /// already. [`ensure_delegated`] returns the same result from then on. On an error the process has stayed in the unit,
 /// and may still be able to create cgroups there.
 pub fn ensure_own_scope() -> Result<&'static ScopeMembership, &'static ScopeError> {
-    MEMBERSHIP
-        .get_or_init(|| join(ScopePurpose::OwnScope))
-        .as_ref()
+    membership(ScopePurpose::OwnScope)
+}
+
+fn membership(purpose: ScopePurpose) -> Result<&'static ScopeMembership, &'static ScopeError> {
+    MEMBERSHIP.get_or_init(|| join(purpose)).as_ref()
 }
 
 /// Why this process could not be put into a scope, if that was tried.
@@ -227,23 +227,18 @@ fn start_scope(
     connection: &mut BusConnection,
     request: &ScopeRequest,
 ) -> Result<String, ScopeError> {
-    let pid = std::process::id();
+    let text = |text: &str| PropertyValue::Text(text.to_owned());
+    let description = format!("Fumehood, process {}", std::process::id());
     let mut properties = vec![
-        (
-            "Description",
-            PropertyValue::Text(format!("Fumehood, process {pid}")),
-        ),
+        ("Description", text(&description)),
         ("Delegate", PropertyValue::Flag(true)),
-        (
-            "CollectMode",
-            PropertyValue::Text("inactive-or-failed".into()),
-        ),
+        ("CollectMode", text("inactive-or-failed")),
         // Zero means the sender, by the credentials of the socket: this process may have another pid in the pid
         // namespace of systemd.
         ("PIDs", PropertyValue::Process(0)),
     ];
     if let Some(slice) = &request.slice {
-        properties.push(("Slice", PropertyValue::Text(slice.clone())));
+        properties.push(("Slice", text(slice)));
     }
     if let Some(tasks_max) = request.tasks_max {
         properties.push(("TasksMax", PropertyValue::Number(tasks_max)));
@@ -251,7 +246,7 @@ fn start_scope(
     // An analysis that runs out of memory must not take the runner with it. systemd before 253 does not have this
     // property for scopes and refuses the whole call.
     let mut with_policy = properties.clone();
-    with_policy.push(("OOMPolicy", PropertyValue::Text("continue".into())));
+    with_policy.push(("OOMPolicy", text("continue")));
     let name = new_name()?;
     match connection.start_transient_unit(&name, &with_policy) {
         Ok(()) => return Ok(name),
@@ -273,9 +268,8 @@ fn new_name() -> Result<String, ScopeError> {
 fn is_in(scope: &str) -> bool {
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
     let tail = format!("/{scope}");
-    groups
-        .lines()
-        .any(|line| line.starts_with("0::") && line.ends_with(&tail))
+    let mut lines = groups.lines();
+    lines.any(|line| line.starts_with("0::") && line.ends_with(&tail))
 }
 
 /// Root asks the system's manager, a plain user the user's own. Each has a private socket, which works without a

@@ -65,7 +65,7 @@ impl CallerEnvironment {
     }
 
     /// The prefix of an activated environment; `name` is VIRTUAL_ENV or CONDA_PREFIX.
-    pub(super) fn active(&self, name: &str) -> Option<&Path> {
+    pub(in crate::plan) fn active(&self, name: &str) -> Option<&Path> {
         self.env
             .get(OsStr::new(name))
             .map(Path::new)

@@ -155,10 +155,9 @@ impl<'a> InterpreterChain<'a> {
                     });
                 }
                 Visibility::Visible | Visibility::Unknown => {
-                    let origin = if leading {
-                        PathOrigin::Command
-                    } else {
-                        PathOrigin::Pointer
+                    let origin = match leading {
+                        true => PathOrigin::Command,
+                        false => PathOrigin::Pointer,
                     };
                     self.add_alias(path.parent().unwrap_or(&path), &step.dir, origin)?;
                     program.get_or_insert_with(|| step.program(&path));
@@ -197,22 +196,14 @@ impl<'a> InterpreterChain<'a> {
             .unwrap_or_default();
         match shebang::parse(&head) {
             None => Ok(()),
-            Some(Shebang::Unsupported { line }) => Err(RuntimeError::InterpreterLine {
-                script: file.to_path_buf(),
-                line,
-            }),
+            Some(Shebang::Unsupported { line }) => Err(RuntimeError::interpreter_line(file, line)),
             Some(Shebang::Path { interpreter, .. }) if !interpreter.is_absolute() => {
-                Err(RuntimeError::InterpreterLine {
-                    script: file.to_path_buf(),
-                    line: interpreter.to_string_lossy().into_owned(),
-                })
+                let line = interpreter.to_string_lossy().into_owned();
+                Err(RuntimeError::interpreter_line(file, line))
             }
             Some(Shebang::Path { interpreter, .. }) => {
                 if interpreter.symlink_metadata().is_err() {
-                    return Err(RuntimeError::Missing {
-                        path: interpreter,
-                        pointed_by: file.to_path_buf(),
-                    });
+                    return Err(RuntimeError::missing(&interpreter, file));
                 }
                 self.follow_script(&interpreter, PathOrigin::Pointer, depth + 1)
                     .map(drop)
@@ -244,20 +235,22 @@ impl<'a> InterpreterChain<'a> {
             }
             return Ok(Visibility::Visible);
         }
-        if let Some((prefix, kind)) =
-            prefix.and_then(|prefix| Some((prefix, prefix::kind(prefix)?)))
+        if let Some(prefix) = prefix
+            && let Some(kind) = prefix::kind(prefix)
         {
             self.admit(prefix, kind)?;
             return Ok(Visibility::Visible);
         }
-        if self
-            .admitted
-            .iter()
-            .any(|(admitted, _)| dir.starts_with(admitted))
-        {
-            return Ok(Visibility::Visible);
-        }
-        Ok(Visibility::Unknown)
+        Ok(match self.is_admitted(dir) {
+            true => Visibility::Visible,
+            false => Visibility::Unknown,
+        })
+    }
+
+    /// Whether the directory is below one that was admitted.
+    fn is_admitted(&self, dir: &Path) -> bool {
+        let mut admitted = self.admitted.iter();
+        admitted.any(|(admitted, _)| dir.starts_with(admitted))
     }
 
     /// Admits a directory that does not look like a runtime, but only if the caller's own PATH names it.
@@ -324,11 +317,7 @@ impl<'a> InterpreterChain<'a> {
         }
         self.refuse(&real)?;
         let bin = real.join("bin");
-        let mut programs = std::fs::read_dir(&bin)
-            .into_iter()
-            .flatten()
-            .take(4096)
-            .flatten();
+        let mut programs = host_files::entries(&bin);
         if !host_files::is_real_dir(&bin)
             || !programs.any(|entry| host_files::is_executable(&entry.path()))
         {
@@ -361,12 +350,8 @@ impl<'a> InterpreterChain<'a> {
         let text =
             host_files::read_text(&venv.join("pyvenv.cfg"), LinkPolicy::Refuse).unwrap_or_default();
         let config = python::parse_venv_config(&text);
-        let bin = venv.join("bin");
-        if let Some(name) = python::NAMES
-            .iter()
-            .find(|name| bin.join(name).symlink_metadata().is_ok())
-        {
-            self.follow(&bin.join(name), PathOrigin::Pointer)?;
+        if let Some(python) = python::name_in(&venv.join("bin")) {
+            self.follow(&python, PathOrigin::Pointer)?;
         }
         if let Some(home) = config.home {
             self.follow_home(venv, &home)?;
@@ -393,12 +378,8 @@ impl<'a> InterpreterChain<'a> {
             self.refuse(&real)?;
         }
         // A home may offer only python3.12; the venv then has that name too.
-        let entries = std::fs::read_dir(venv.join("bin"))
-            .into_iter()
-            .flatten()
-            .take(4096)
-            .flatten();
-        let versioned = entries.map(|entry| entry.file_name()).filter(|name| {
+        let names = host_files::entries(&venv.join("bin")).map(|entry| entry.file_name());
+        let versioned = names.filter(|name| {
             name.to_str()
                 .is_some_and(|name| name.starts_with("python3.") || name.starts_with("pypy3."))
         });
@@ -414,12 +395,7 @@ impl<'a> InterpreterChain<'a> {
         let Ok(real) = base.canonicalize() else {
             return Ok(());
         };
-        if prefix::is_system(&real)
-            || self
-                .admitted
-                .iter()
-                .any(|(admitted, _)| real.starts_with(admitted))
-        {
+        if prefix::is_system(&real) || self.is_admitted(&real) {
             return Ok(());
         }
         match prefix::kind(&real) {
@@ -442,17 +418,17 @@ impl<'a> InterpreterChain<'a> {
         if written == dir || prefix::is_system(written) {
             return Ok(());
         }
-        let whole = match (written.parent(), dir.parent()) {
+        let (at, source) = match (written.parent(), dir.parent()) {
             (Some(at), Some(real))
-                if is_bin(written) && is_bin(dir) && self.kind_of(real).is_some() =>
+                if is_bin(written)
+                    && is_bin(dir)
+                    && self.kind_of(real).is_some()
+                    && at.canonicalize().is_ok_and(|found| found == real) =>
             {
-                at.canonicalize()
-                    .is_ok_and(|found| found == real)
-                    .then_some((at, real))
+                (at, real)
             }
-            _ => None,
+            _ => (written, dir),
         };
-        let (at, source) = whole.unwrap_or((written, dir));
         match self.refuse(at) {
             Ok(()) => self.aliases.push(RuntimeAlias {
                 at: at.to_path_buf(),
@@ -506,10 +482,7 @@ impl<'a> InterpreterChain<'a> {
 
 impl ChainStep {
     fn at(path: &Path, start: &Path) -> Result<ChainStep, RuntimeError> {
-        let missing = || RuntimeError::Missing {
-            path: path.to_path_buf(),
-            pointed_by: start.to_path_buf(),
-        };
+        let missing = || RuntimeError::missing(path, start);
         let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
             return Err(missing());
         };
@@ -557,10 +530,8 @@ fn plain(path: &Path) -> Result<PathBuf, RuntimeError> {
     for part in path.components() {
         match part {
             Component::ParentDir => {
-                plain = plain.canonicalize().map_err(|_| RuntimeError::Missing {
-                    path: plain.clone(),
-                    pointed_by: path.to_path_buf(),
-                })?;
+                let missing = |_| RuntimeError::missing(&plain, path);
+                plain = plain.canonicalize().map_err(missing)?;
                 plain.pop();
             }
             Component::CurDir => {}

@@ -1,6 +1,6 @@
 //! Why there is no runtime for a command.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, thiserror::Error)]
@@ -89,6 +89,27 @@ pub enum RuntimeError {
 }
 
 impl RuntimeError {
+    pub(in crate::plan) fn not_found(command: &OsStr, searched: &[PathBuf]) -> RuntimeError {
+        RuntimeError::NotFound {
+            command: command.to_owned(),
+            searched: searched.to_vec(),
+        }
+    }
+
+    pub(super) fn interpreter_line(script: &Path, line: String) -> RuntimeError {
+        RuntimeError::InterpreterLine {
+            script: script.to_path_buf(),
+            line,
+        }
+    }
+
+    pub(super) fn missing(path: &Path, pointed_by: &Path) -> RuntimeError {
+        RuntimeError::Missing {
+            path: path.to_path_buf(),
+            pointed_by: pointed_by.to_path_buf(),
+        }
+    }
+
     /// The conventional exit code: 127 not found, 126 not executable, 125 Fumehood could not run it.
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -124,11 +145,8 @@ pub enum PrefixRefusal {
 }
 
 pub(super) fn list(paths: &[PathBuf]) -> String {
-    paths
-        .iter()
-        .map(|path| escape_for_line(path))
-        .collect::<Vec<_>>()
-        .join(", ")
+    let shown: Vec<String> = paths.iter().map(|path| escape_for_line(path)).collect();
+    shown.join(", ")
 }
 
 /// Formats a path for one line on a terminal. Whoever named the directory must not be able to send control characters

@@ -20,6 +20,15 @@ pub(super) fn is_executable(path: &Path) -> bool {
     regular && rustix::fs::accessat(CWD, path, Access::EXEC_OK, AtFlags::EACCESS).is_ok()
 }
 
+/// The most directory entries to look at.
+pub(super) const ENTRIES_MAX: usize = 4096;
+
+/// The first entries of a directory; none if it cannot be listed.
+pub(super) fn entries(dir: &Path) -> impl Iterator<Item = std::fs::DirEntry> + use<> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten();
+    entries.take(ENTRIES_MAX).flatten()
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum LinkPolicy {
     Follow,

@@ -31,6 +31,7 @@ mod shebang;
 #[cfg(test)]
 mod tests;
 
+use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
@@ -40,6 +41,7 @@ pub use error::{PrefixRefusal, RuntimeError};
 use error::{escape_for_line, list};
 use host_files::LinkPolicy;
 use prefix::PrefixKind;
+pub(crate) use python::venv_settings;
 use shebang::Shebang;
 
 /// A program, and what it needs to start inside the sandbox.
@@ -78,13 +80,8 @@ pub fn for_command(
     named: Option<&Path>,
     project: &Path,
 ) -> Result<Runtime, RuntimeError> {
-    let named = named
-        .map(|prefix| NamedPrefix::new(prefix, caller))
-        .transpose()?;
-    let mut chain = InterpreterChain::new(caller, named.as_ref().map(NamedPrefix::real), project);
-    if let Some(named) = &named {
-        chain.admit_named(&named.written)?;
-    }
+    let named = NamedPrefix::find(named, caller)?;
+    let chain = start_chain(caller, named.as_ref(), project)?;
     let found = chain.search().locate(command)?;
     build(chain, caller, named.as_ref(), &found, Vec::new())
 }
@@ -96,13 +93,8 @@ pub fn for_script(
     named: Option<&Path>,
     project: &Path,
 ) -> Result<Runtime, RuntimeError> {
-    let named = named
-        .map(|prefix| NamedPrefix::new(prefix, caller))
-        .transpose()?;
-    let mut chain = InterpreterChain::new(caller, named.as_ref().map(NamedPrefix::real), project);
-    if let Some(named) = &named {
-        chain.admit_named(&named.written)?;
-    }
+    let named = NamedPrefix::find(named, caller)?;
+    let chain = start_chain(caller, named.as_ref(), project)?;
     let head = host_files::read_head(
         &caller.cwd.join(script),
         LinkPolicy::Follow,
@@ -118,10 +110,7 @@ pub fn for_script(
         }
         Some(Shebang::Env { name, args }) => (chain.search().locate(&name)?, args),
         Some(Shebang::Unsupported { line }) => {
-            return Err(RuntimeError::InterpreterLine {
-                script: script.to_path_buf(),
-                line,
-            });
+            return Err(RuntimeError::interpreter_line(script, line));
         }
         None => (interpreter_by_extension(&chain, script)?, Vec::new()),
     };
@@ -137,20 +126,14 @@ fn interpreter_by_path(
 ) -> Result<PathBuf, RuntimeError> {
     if interpreter.components().count() < 2 {
         let line = interpreter.to_string_lossy().into_owned();
-        return Err(RuntimeError::InterpreterLine {
-            script: script.to_path_buf(),
-            line,
-        });
+        return Err(RuntimeError::interpreter_line(script, line));
     }
-    match interpreter
-        .file_name()
-        .map(|name| chain.search().in_named(name))
-        .transpose()?
-        .flatten()
+    if let Some(name) = interpreter.file_name()
+        && let Some(program) = chain.search().in_named(name)?
     {
-        Some(program) => Ok(program),
-        None => chain.search().locate(interpreter.as_os_str()),
+        return Ok(program);
     }
+    chain.search().locate(interpreter.as_os_str())
 }
 
 fn interpreter_by_extension(
@@ -179,17 +162,31 @@ struct NamedPrefix {
 }
 
 impl NamedPrefix {
-    fn new(prefix: &Path, caller: &CallerEnvironment) -> Result<NamedPrefix, RuntimeError> {
+    fn find(
+        prefix: Option<&Path>,
+        caller: &CallerEnvironment,
+    ) -> Result<Option<NamedPrefix>, RuntimeError> {
+        let Some(prefix) = prefix else {
+            return Ok(None);
+        };
         let written = caller.cwd.join(prefix);
         match written.canonicalize() {
-            Ok(real) => Ok(NamedPrefix { written, real }),
+            Ok(real) => Ok(Some(NamedPrefix { written, real })),
             Err(_) => Err(RuntimeError::NamedHasNoPrograms { prefix: written }),
         }
     }
+}
 
-    fn real(&self) -> &Path {
-        &self.real
+fn start_chain<'a>(
+    caller: &'a CallerEnvironment,
+    named: Option<&'a NamedPrefix>,
+    project: &Path,
+) -> Result<InterpreterChain<'a>, RuntimeError> {
+    let mut chain = InterpreterChain::new(caller, named.map(|n| n.real.as_path()), project);
+    if let Some(named) = named {
+        chain.admit_named(&named.written)?;
     }
+    Ok(chain)
 }
 
 fn build(
@@ -207,11 +204,9 @@ fn build(
     };
     notices.extend(unused_venv_notice(caller, named, &program));
 
-    let own = program
-        .parent()
-        .and_then(Path::parent)
-        .map(Path::to_path_buf);
-    let lead = named.map(|named| named.real.clone()).or(active).or(own);
+    let own = program.parent().and_then(Path::parent);
+    let lead = named.map(|named| named.real.clone()).or(active);
+    let lead = lead.or(own.map(Path::to_path_buf));
     let mut env = active_env(&chain, lead.as_deref());
     if r_libraries::is_r(&program) {
         env.extend(r_env(&mut chain, caller, &program)?);
@@ -241,11 +236,9 @@ fn admit_active_for_shell(
     program: &Path,
     notices: &mut Vec<String>,
 ) -> Option<PathBuf> {
+    const SHELLS: [&str; 7] = ["sh", "bash", "dash", "zsh", "ksh", "fish", "make"];
     let name = program.file_name().and_then(OsStr::to_str)?;
-    if !matches!(
-        name,
-        "sh" | "bash" | "dash" | "zsh" | "ksh" | "fish" | "make"
-    ) {
+    if !SHELLS.contains(&name) {
         return None;
     }
     for variable in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
@@ -255,10 +248,8 @@ fn admit_active_for_shell(
         match chain.admit_named(prefix) {
             Ok(real) => return Some(real),
             Err(RuntimeError::Refused { why, .. }) => {
-                notices.push(format!(
-                    "without {variable} {}: {why}",
-                    escape_for_line(prefix)
-                ));
+                let prefix = escape_for_line(prefix);
+                notices.push(format!("without {variable} {prefix}: {why}"));
             }
             Err(error) => notices.push(format!("without {variable}: {error}")),
         }
@@ -275,18 +266,11 @@ fn unused_venv_notice(
 ) -> Option<String> {
     let venv = caller.active("VIRTUAL_ENV")?;
     let real = venv.canonicalize().unwrap_or_else(|_| venv.to_path_buf());
-    let python = program
-        .file_name()
-        .and_then(OsStr::to_str)
-        .is_some_and(|name| name.starts_with("python"));
+    let name = program.file_name().and_then(OsStr::to_str);
+    let python = name.is_some_and(|name| name.starts_with("python"));
+    let (program_shown, venv) = (escape_for_line(program), escape_for_line(venv));
     let other = named.is_none() && python && !program.starts_with(&real);
-    other.then(|| {
-        format!(
-            "{}, not the active venv {}",
-            escape_for_line(program),
-            escape_for_line(venv)
-        )
-    })
+    other.then(|| format!("{program_shown}, not the active venv {venv}"))
 }
 
 fn active_env(chain: &InterpreterChain<'_>, lead: Option<&Path>) -> Vec<(OsString, OsString)> {
@@ -337,11 +321,7 @@ fn path_dirs(chain: &InterpreterChain<'_>, lead: Option<&Path>, program: &Path) 
     }
     dirs.extend(bin);
     dirs.extend(own.filter(|dir| !prefix::is_system(dir)));
-    let mut seen = Vec::new();
-    dirs.retain(|dir| {
-        let new = !seen.contains(dir);
-        seen.push(dir.clone());
-        new
-    });
+    let mut seen = HashSet::new();
+    dirs.retain(|dir| seen.insert(dir.clone()));
     dirs
 }

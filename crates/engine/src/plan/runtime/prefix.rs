@@ -10,11 +10,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use super::error::PrefixRefusal;
-use super::host_files::{LinkPolicy, is_executable, is_plain_absolute, is_real_dir, read_text};
+use super::host_files::{self, ENTRIES_MAX, LinkPolicy};
+use super::host_files::{is_executable, is_plain_absolute, is_real_dir, read_text};
 use super::python;
-
-/// The most directory entries to look at when searching a directory for a mark.
-const ENTRIES_MAX: usize = 4096;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PrefixKind {
@@ -107,28 +105,21 @@ pub(super) fn kind(dir: &Path) -> Option<PrefixKind> {
     if is_python(dir) {
         return Some(PrefixKind::Python);
     }
-    let language = LANGUAGES
-        .iter()
-        .any(|(program, library)| is_own_program(dir, program) && is_own(dir, library));
+    let is_language =
+        |(program, library): &(&str, &str)| is_own_program(dir, program) && is_own(dir, library);
+    let language = LANGUAGES.iter().any(is_language);
     language.then_some(PrefixKind::Language)
 }
 
 /// Whether a prefix has a library beside its programs and no unknown entries. These marks are weak, so the caller
 /// must also have put its bin on PATH.
 pub(super) fn is_installation(dir: &Path) -> bool {
-    let library = ["lib", "lib64", "libexec"]
-        .iter()
-        .any(|name| is_real_dir(&dir.join(name)));
+    let is_dir = |name: &&str| is_real_dir(&dir.join(name));
+    let library = ["lib", "lib64", "libexec"].iter().any(is_dir);
+    let capital = |b: &u8| b.is_ascii_uppercase() || matches!(b, b'_' | b'-');
     let notice = |name: &OsStr| {
-        let stem = name
-            .as_bytes()
-            .split(|b| *b == b'.')
-            .next()
-            .unwrap_or_default();
-        !stem.is_empty()
-            && stem
-                .iter()
-                .all(|b| b.is_ascii_uppercase() || *b == b'_' || *b == b'-')
+        let stem = name.as_bytes().split(|b| *b == b'.').next();
+        stem.is_some_and(|stem| !stem.is_empty() && stem.iter().all(capital))
     };
     let known =
         |name: &OsStr| INSTALLATION_ENTRIES.iter().any(|known| name == *known) || notice(name);
@@ -158,19 +149,13 @@ fn foreign_entry(dir: &Path, known: impl Fn(&OsStr) -> bool) -> Option<PathBuf> 
 fn is_venv(dir: &Path) -> bool {
     let has_home = read_text(&dir.join("pyvenv.cfg"), LinkPolicy::Refuse)
         .is_some_and(|text| python::parse_venv_config(&text).home.is_some());
-    has_home
-        && python::NAMES
-            .iter()
-            .any(|name| dir.join("bin").join(name).symlink_metadata().is_ok())
+    has_home && python::name_in(&dir.join("bin")).is_some()
 }
 
 /// Whether this is a Python that can run by itself: with a standard library and an interpreter of its own.
 fn is_python(dir: &Path) -> bool {
     for lib in ["lib", "lib64"] {
-        let Ok(entries) = std::fs::read_dir(dir.join(lib)) else {
-            continue;
-        };
-        for entry in entries.take(ENTRIES_MAX).flatten() {
+        for entry in host_files::entries(&dir.join(lib)) {
             let name = entry.file_name();
             let versioned = name.to_str().is_some_and(|n| {
                 ["python", "pypy"]
@@ -261,28 +246,21 @@ pub(super) fn refuse(dir: &Path, homes: &[PathBuf], project: &Path) -> Result<()
         if home.starts_with(dir) {
             return Err(PrefixRefusal::Home(home.clone()));
         }
-        let private = CREDENTIAL_PATHS.iter().map(|part| home.join(part));
-        if let Some(place) = private
-            .into_iter()
+        let in_home = |part: &&str| home.join(part);
+        let mut private = CREDENTIAL_PATHS.iter().map(in_home);
+        let mut partly = PARTLY_PRIVATE_PATHS.iter().map(in_home);
+        let place = private
             .find(|place| place.starts_with(dir) || dir.starts_with(place))
-        {
-            return Err(PrefixRefusal::Private(place));
-        }
-        if let Some(place) = PARTLY_PRIVATE_PATHS
-            .iter()
-            .map(|part| home.join(part))
-            .find(|place| place.starts_with(dir))
-        {
+            .or_else(|| partly.find(|place| place.starts_with(dir)));
+        if let Some(place) = place {
             return Err(PrefixRefusal::Private(place));
         }
     }
     if let Some(top) = NEVER_RUNTIME_DIRS.iter().find(|top| dir.starts_with(top)) {
         return Err(PrefixRefusal::Foreign(top.into()));
     }
-    if let Some(top) = SHARED_DIRS
-        .iter()
-        .find(|top| Path::new(top).starts_with(dir))
-    {
+    let mut shared = SHARED_DIRS.iter();
+    if let Some(top) = shared.find(|top| Path::new(top).starts_with(dir)) {
         return Err(PrefixRefusal::Shared(top.into()));
     }
     let workspace = |part: &OsStr| part.as_bytes().starts_with(b"scidex-analysis-");

@@ -14,6 +14,12 @@ use super::host_files::{self, LinkPolicy};
 /// The names of a Python interpreter, the usual one first.
 pub(super) const NAMES: [&str; 5] = ["python3", "python", "pypy3", "pypy", "python2"];
 
+/// The Python in a directory, as a path that may be a symlink.
+pub(super) fn name_in(bin: &Path) -> Option<PathBuf> {
+    let mut paths = NAMES.iter().map(|name| bin.join(name));
+    paths.find(|path| path.symlink_metadata().is_ok())
+}
+
 /// The most versions that one .python-version may list.
 const VERSIONS_MAX: usize = 64;
 
@@ -29,22 +35,25 @@ pub(super) struct VenvConfig {
 /// Parses `key = value` lines as Python does: keys in any case, blanks trimmed, the first `home` counts.
 pub(super) fn parse_venv_config(text: &[u8]) -> VenvConfig {
     let mut config = VenvConfig::default();
-    for line in text.split(|b| *b == b'\n') {
-        let Some(equals) = line.iter().position(|b| *b == b'=') else {
-            continue;
-        };
-        let key = line[..equals].trim_ascii().to_ascii_lowercase();
-        let value = line[equals + 1..].trim_ascii();
+    for (key, value) in venv_settings(text) {
         let slot = match key.as_slice() {
             b"home" => &mut config.home,
             b"base-prefix" => &mut config.base_prefix,
             _ => continue,
         };
-        if !value.is_empty() {
-            slot.get_or_insert_with(|| PathBuf::from(OsStr::from_bytes(value)));
-        }
+        slot.get_or_insert_with(|| PathBuf::from(OsStr::from_bytes(value)));
     }
     config
+}
+
+/// The keys, in lower case, and values of a pyvenv.cfg; without empty values.
+pub(crate) fn venv_settings(text: &[u8]) -> impl Iterator<Item = (Vec<u8>, &[u8])> {
+    text.split(|b| *b == b'\n').filter_map(|line| {
+        let equals = line.iter().position(|b| *b == b'=')?;
+        let key = line[..equals].trim_ascii().to_ascii_lowercase();
+        let value = line[equals + 1..].trim_ascii();
+        (!value.is_empty()).then_some((key, value))
+    })
 }
 
 /// Where a shim leads.
@@ -69,6 +78,9 @@ pub(super) fn resolve_shim(
     caller: &CallerEnvironment,
 ) -> Result<ShimTarget, RuntimeError> {
     let (versions, origin) = wanted_versions(root, caller)?;
+    if versions.is_empty() {
+        return Ok(ShimTarget::System);
+    }
     let mut missing = None;
     for version in &versions {
         if version == "system" {
@@ -98,7 +110,7 @@ pub(super) fn resolve_shim(
 }
 
 /// The versions in force, and where they are set: PYENV_VERSION, else the nearest .python-version, else pyenv's own
-/// version file, else `system`.
+/// version file. If there are none, `system` is in force.
 fn wanted_versions(
     root: &Path,
     caller: &CallerEnvironment,
@@ -108,15 +120,9 @@ fn wanted_versions(
         .get(OsStr::new("PYENV_VERSION"))
         .filter(|value| !value.is_empty())
     {
-        let text: Vec<u8> = value
-            .as_bytes()
-            .iter()
-            .map(|b| if *b == b':' { b'\n' } else { *b })
-            .collect();
-        return Ok((
-            or_system(parse_versions(&text)),
-            PathBuf::from("PYENV_VERSION"),
-        ));
+        let lines: Vec<&[u8]> = value.as_bytes().split(|b| *b == b':').collect();
+        let versions = parse_versions(&lines.join(&b'\n'));
+        return Ok((versions, PathBuf::from("PYENV_VERSION")));
     }
     for dir in caller.cwd.ancestors() {
         let file = dir.join(".python-version");
@@ -129,20 +135,13 @@ fn wanted_versions(
             Err(_) => continue,
         }
         return match host_files::read_text(&file, LinkPolicy::Refuse) {
-            Some(text) => Ok((or_system(parse_versions(&text)), file)),
+            Some(text) => Ok((parse_versions(&text), file)),
             None => Err(RuntimeError::VersionFile { path: file }),
         };
     }
     let file = root.join("version");
     let text = host_files::read_text(&file, LinkPolicy::Follow).unwrap_or_default();
-    Ok((or_system(parse_versions(&text)), file))
-}
-
-fn or_system(versions: Vec<String>) -> Vec<String> {
-    match versions.is_empty() {
-        true => vec!["system".to_owned()],
-        false => versions,
-    }
+    Ok((parse_versions(&text), file))
 }
 
 /// The first word of each line, without comments and without words that cannot name a directory in `versions`. pyenv
@@ -192,7 +191,7 @@ fn newest_version_dir(versions: &Path, stem: &str) -> Option<PathBuf> {
         let rest = name.to_str()?.strip_prefix(&stem)?.to_owned();
         rest.split('.').map(|number| number.parse().ok()).collect()
     };
-    let entries = std::fs::read_dir(versions).ok()?.take(4096).flatten();
+    let entries = host_files::entries(versions);
     let candidates = entries.filter_map(|entry| Some((complete(entry.file_name())?, entry.path())));
     candidates
         .max()

@@ -86,9 +86,7 @@ fn expand(part: &[u8], home: Option<&Path>, version: Option<&Version>) -> Option
     }
     let path = match out.strip_prefix(b"~") {
         Some(rest) if rest.is_empty() || rest[0] == b'/' => {
-            let mut path = home?.as_os_str().as_bytes().to_vec();
-            path.extend(rest);
-            path
+            [home?.as_os_str().as_bytes(), rest].concat()
         }
         _ => out,
     };
@@ -98,16 +96,10 @@ fn expand(part: &[u8], home: Option<&Path>, version: Option<&Version>) -> Option
 
 /// Reads R's version from its base package and its configuration, which lie beside the program.
 fn version(program: &Path) -> Option<Version> {
-    let top = program
-        .canonicalize()
-        .ok()?
-        .parent()?
-        .parent()?
-        .to_path_buf();
-    let home = ["lib/R", "lib64/R"]
-        .iter()
-        .map(|dir| top.join(dir))
-        .find(|dir| dir.join("library/base").is_dir())?;
+    let real = program.canonicalize().ok()?;
+    let top = real.parent()?.parent()?;
+    let mut homes = ["lib/R", "lib64/R"].iter().map(|dir| top.join(dir));
+    let home = homes.find(|dir| dir.join("library/base").is_dir())?;
     let text = host_files::read_text(&home.join("library/base/DESCRIPTION"), LinkPolicy::Follow)?;
     let text = String::from_utf8_lossy(&text).into_owned();
     let full = text
@@ -115,21 +107,16 @@ fn version(program: &Path) -> Option<Version> {
         .find_map(|line| line.strip_prefix("Version:"))?
         .trim()
         .to_owned();
-    let mut numbers = full.split('.');
-    let short = format!(
-        "{}.{}",
-        plain_number(numbers.next()?)?,
-        plain_number(numbers.next()?)?
-    );
-    let platform =
-        platform(&home).unwrap_or_else(|| format!("{}-pc-linux-gnu", std::env::consts::ARCH));
-    full.bytes()
-        .all(|b| b.is_ascii_digit() || b == b'.')
-        .then_some(Version {
-            short,
-            full,
-            platform,
-        })
+    let mut numbers = full.split('.').map(plain_number);
+    let short = format!("{}.{}", numbers.next()??, numbers.next()??);
+    let usual = || format!("{}-pc-linux-gnu", std::env::consts::ARCH);
+    let platform = platform(&home).unwrap_or_else(usual);
+    let plain = full.bytes().all(|b| b.is_ascii_digit() || b == b'.');
+    plain.then_some(Version {
+        short,
+        full,
+        platform,
+    })
 }
 
 fn plain_number(text: &str) -> Option<&str> {

@@ -24,10 +24,7 @@ impl CommandSearch<'_> {
     /// Finds the file that a command means. A command with a slash is a path. A shim is replaced by its target.
     pub fn locate(&self, command: &OsStr) -> Result<PathBuf, RuntimeError> {
         if command.is_empty() || command.as_bytes().contains(&0) {
-            return Err(RuntimeError::NotFound {
-                command: command.to_owned(),
-                searched: Vec::new(),
-            });
+            return Err(RuntimeError::not_found(command, &[]));
         }
         if !command.as_bytes().contains(&b'/') {
             return self.by_name(command);
@@ -75,10 +72,7 @@ impl CommandSearch<'_> {
         }
         Err(match denied {
             Some(path) => RuntimeError::NotExecutable { path },
-            None => RuntimeError::NotFound {
-                command: name.to_owned(),
-                searched,
-            },
+            None => RuntimeError::not_found(name, &searched),
         })
     }
 
@@ -125,27 +119,17 @@ pub(super) fn is_language(name: &OsStr) -> bool {
     let Some(name) = name.to_str() else {
         return false;
     };
-    ["python", "pypy", "julia"]
-        .iter()
-        .any(|stem| name.starts_with(stem))
-        || name == "R"
-        || name == "Rscript"
+    let stems = ["python", "pypy", "julia"];
+    stems.iter().any(|stem| name.starts_with(stem)) || matches!(name, "R" | "Rscript")
 }
 
 /// Why a given path cannot be executed.
 pub(super) fn not_executable(command: &OsStr, path: &Path) -> RuntimeError {
+    let path = path.to_path_buf();
     match path.metadata() {
-        Ok(_) => RuntimeError::NotExecutable {
-            path: path.to_path_buf(),
-        },
-        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
-            RuntimeError::NotExecutable {
-                path: path.to_path_buf(),
-            }
+        Err(error) if error.kind() != std::io::ErrorKind::PermissionDenied => {
+            RuntimeError::not_found(command, &[path])
         }
-        Err(_) => RuntimeError::NotFound {
-            command: command.to_owned(),
-            searched: vec![path.to_path_buf()],
-        },
+        _ => RuntimeError::NotExecutable { path },
     }
 }

@@ -267,9 +267,7 @@ fn is_reference(name: &[u8]) -> bool {
 }
 
 pub(super) fn hex(id: &[u8]) -> String {
-    let digit = |n: u8| char::from(b"0123456789abcdef"[usize::from(n)]);
-    let pairs = id.iter().map(|b| [digit(b >> 4), digit(b & 15)]);
-    pairs.flatten().collect()
+    id.iter().map(|b| format!("{b:02x}")).collect()
 }
 
 /// Parses an id: SHA-1, or SHA-256 in repositories that use it.

@@ -11,7 +11,7 @@
 //! Accepted text is stored unchanged. The database must be UTF-8, which the store requires of PostgreSQL.
 
 #[cfg(test)]
-mod databases;
+mod database_tests;
 
 /// Larger results belong in a file of their own, and every file is kept anyway. Text of this size cannot reach
 /// PostgreSQL's own bounds (256 MiB for the elements of one container, for one string, and for one key).
@@ -138,7 +138,7 @@ struct Reader<'a> {
     key: Vec<u8>,
 }
 
-impl Reader<'_> {
+impl<'a> Reader<'a> {
     fn document(&mut self) -> Result<(), ResultRejection> {
         self.skip_blanks();
         if self.peek().is_none() {
@@ -162,7 +162,7 @@ impl Reader<'_> {
             return Err(ResultRejection::TooManyValues);
         }
         self.skip_blanks();
-        match self.peek().ok_or(ResultRejection::CutShort)? {
+        match self.next_byte()? {
             b'[' => {
                 self.enter(OpenContainer::Array)?;
                 self.skip_blanks();
@@ -231,18 +231,18 @@ impl Reader<'_> {
 
     /// Reads `"name" :`.
     fn member_name(&mut self) -> Result<(), ResultRejection> {
-        match self.peek().ok_or(ResultRejection::CutShort)? {
+        match self.next_byte()? {
             b'"' => self.string(Role::Key)?,
             _ => return Err(self.syntax_error()),
         }
         if self.keys.len() == KEYS_MAX {
             return Err(ResultRejection::TooManyKeys);
         }
-        let mut first = [0; 16];
-        first.copy_from_slice(&blake3::hash(&self.key).as_bytes()[..16]);
-        self.keys.push(u128::from_ne_bytes(first));
+        let hash = blake3::hash(&self.key);
+        let first = hash.as_bytes().first_chunk().expect("a hash has 32 bytes");
+        self.keys.push(u128::from_ne_bytes(*first));
         self.skip_blanks();
-        match self.peek().ok_or(ResultRejection::CutShort)? {
+        match self.next_byte()? {
             b':' => self.at += 1,
             _ => return Err(self.syntax_error()),
         }
@@ -267,13 +267,14 @@ impl Reader<'_> {
         self.key.clear();
         loop {
             let plain = self.rest().iter().take_while(|b| is_plain(**b)).count();
-            self.keep(role, start, self.at..self.at + plain)?;
+            let part = &self.text.as_bytes()[self.at..self.at + plain];
             self.at += plain;
-            match self.peek().ok_or(ResultRejection::CutShort)? {
+            self.keep(role, start, part)?;
+            match self.next_byte()? {
                 b'"' => break,
                 b'\\' => {
                     let c = self.escape()?;
-                    self.keep_char(role, start, c)?;
+                    self.keep(role, start, c.encode_utf8(&mut [0; 4]).as_bytes())?;
                 }
                 _ => return Err(self.syntax_error()),
             }
@@ -282,31 +283,14 @@ impl Reader<'_> {
         Ok(())
     }
 
-    fn keep(
-        &mut self,
-        role: Role,
-        start: usize,
-        range: std::ops::Range<usize>,
-    ) -> Result<(), ResultRejection> {
+    fn keep(&mut self, role: Role, start: usize, part: &[u8]) -> Result<(), ResultRejection> {
         if role == Role::Value {
             return Ok(());
         }
-        if self.key.len() + range.len() > KEY_BYTES_MAX {
+        if self.key.len() + part.len() > KEY_BYTES_MAX {
             return Err(ResultRejection::KeyTooLong { at: start });
         }
-        self.key.extend_from_slice(&self.text.as_bytes()[range]);
-        Ok(())
-    }
-
-    fn keep_char(&mut self, role: Role, start: usize, c: char) -> Result<(), ResultRejection> {
-        if role == Role::Key {
-            let mut utf8 = [0; 4];
-            self.key
-                .extend_from_slice(c.encode_utf8(&mut utf8).as_bytes());
-            if self.key.len() > KEY_BYTES_MAX {
-                return Err(ResultRejection::KeyTooLong { at: start });
-            }
-        }
+        self.key.extend_from_slice(part);
         Ok(())
     }
 
@@ -314,7 +298,7 @@ impl Reader<'_> {
     fn escape(&mut self) -> Result<char, ResultRejection> {
         let start = self.at;
         self.at += 1;
-        let c = match self.peek().ok_or(ResultRejection::CutShort)? {
+        let c = match self.next_byte()? {
             b'u' => return self.unicode_escape(start),
             b'b' => '\u{8}',
             b'f' => '\u{c}',
@@ -355,11 +339,8 @@ impl Reader<'_> {
         self.at += 1;
         let mut code = 0;
         for _ in 0..4 {
-            let byte = self.peek().ok_or(ResultRejection::CutShort)?;
-            let digit = char::from(byte)
-                .to_digit(16)
-                .ok_or_else(|| self.syntax_error())?;
-            code = code << 4 | digit;
+            let digit = char::from(self.next_byte()?).to_digit(16);
+            code = code << 4 | digit.ok_or_else(|| self.syntax_error())?;
             self.at += 1;
         }
         Ok(code)
@@ -407,28 +388,22 @@ impl Reader<'_> {
         self.digits()?;
         let written = &self.text[from..self.at];
         // Skip leading zeros. A number that then does not fit 32 bits is too large anyway.
-        match written.trim_start_matches('0') {
-            "" => Ok(()),
-            text => match text.parse::<u32>() {
-                Ok(exponent) if exponent <= EXPONENT_MAX => {
-                    self.expanded += exponent as usize;
-                    match self.expanded > EXPANDED_BYTES_MAX {
-                        true => Err(ResultRejection::TooLongWrittenOut),
-                        false => Ok(()),
-                    }
-                }
-                _ => Err(ResultRejection::NumberRange { at: number_at }),
-            },
+        let exponent = match written.trim_start_matches('0') {
+            "" => Some(0),
+            text => text.parse().ok().filter(|n| *n <= EXPONENT_MAX),
+        };
+        let exponent = exponent.ok_or(ResultRejection::NumberRange { at: number_at })?;
+        self.expanded += exponent as usize;
+        match self.expanded > EXPANDED_BYTES_MAX {
+            true => Err(ResultRejection::TooLongWrittenOut),
+            false => Ok(()),
         }
     }
 
     /// Skips digits, at least one.
     fn digits(&mut self) -> Result<usize, ResultRejection> {
-        let count = self
-            .rest()
-            .iter()
-            .take_while(|b| b.is_ascii_digit())
-            .count();
+        let digits = self.rest().iter().take_while(|b| b.is_ascii_digit());
+        let count = digits.count();
         self.at += count;
         match (count, self.peek()) {
             (0, None) => Err(ResultRejection::CutShort),
@@ -443,11 +418,11 @@ impl Reader<'_> {
             self.at += word.len();
             return Ok(());
         }
-        match word.as_bytes().starts_with(there) {
-            true => Err(ResultRejection::CutShort),
-            false if there.starts_with(b"nan") => Err(ResultRejection::NotANumber { at: self.at }),
-            false => Err(self.syntax_error()),
-        }
+        Err(match word.as_bytes().starts_with(there) {
+            true => ResultRejection::CutShort,
+            false if there.starts_with(b"nan") => ResultRejection::NotANumber { at: self.at },
+            false => self.syntax_error(),
+        })
     }
 
     fn skip_blanks(&mut self) {
@@ -459,7 +434,11 @@ impl Reader<'_> {
         self.text.as_bytes().get(self.at).copied()
     }
 
-    fn rest(&self) -> &[u8] {
+    fn next_byte(&self) -> Result<u8, ResultRejection> {
+        self.peek().ok_or(ResultRejection::CutShort)
+    }
+
+    fn rest(&self) -> &'a [u8] {
         &self.text.as_bytes()[self.at..]
     }
 
