@@ -15,8 +15,9 @@ use super::{
     PATH_BYTES_MAX, StagedInput, out_of_resources,
 };
 use crate::workspace::tree::EntryFault;
-use crate::workspace::tree::walk::{DepthOverflow, OPEN_DIR, TreeVisitor, TreeWalk, VisitAction};
-use crate::workspace::tree::walk::{open_beneath, open_unlocked, stat_entry};
+use crate::workspace::tree::walk::{DepthOverflow, OPEN_DIR, TreeVisitor, TreeWalk};
+use crate::workspace::tree::walk::{EnteredDirectory, VisitAction, WalkedEntry};
+use crate::workspace::tree::walk::{open_beneath, open_unlocked};
 use store::types::manifest::{CollectedOutputs, ContentHash, Remark};
 
 /// Directories whose content a program can produce again. Files below them are counted, not collected.
@@ -153,12 +154,8 @@ impl TreeVisitor for CandidateFinder<'_> {
         }
     }
 
-    fn enter_directory(
-        &mut self,
-        dir: BorrowedFd<'_>,
-        name: &CStr,
-        stat: &Statx,
-    ) -> Result<(), EntryFault> {
+    fn enter_directory(&mut self, entered: EnteredDirectory<'_>) -> Result<(), EntryFault> {
+        let EnteredDirectory { dir, name, stat } = entered;
         let name = name.to_bytes();
         let is_top = self.levels.is_empty();
         let in_cache = self.levels.last().is_some_and(|level| level.in_cache);
@@ -191,22 +188,18 @@ impl TreeVisitor for CandidateFinder<'_> {
         Ok(())
     }
 
-    fn visit_entry(
-        &mut self,
-        dir: BorrowedFd<'_>,
-        name: &CStr,
-        _: FileType,
-    ) -> Result<VisitAction, EntryFault> {
+    fn visit_entry(&mut self, entry: WalkedEntry<'_>) -> Result<VisitAction, EntryFault> {
+        let name = entry.name.to_bytes();
         self.entries.count();
-        if self.levels.len() == 1 && name.to_bytes() == sandbox::HIDDEN_DIR.as_bytes() {
+        if self.levels.len() == 1 && name == sandbox::HIDDEN_DIR.as_bytes() {
             return Ok(VisitAction::Done);
         }
         if self.is_too_deep() {
             return Ok(VisitAction::Done);
         }
-        match stat_entry(dir, name)? {
+        match entry.stat()? {
             None => Ok(VisitAction::Done),
-            Some(stat) => Ok(self.classify_entry(name.to_bytes(), &stat)),
+            Some(stat) => Ok(self.classify_entry(name, &stat)),
         }
     }
 
@@ -472,34 +465,24 @@ impl TreeVisitor for NameCounter<'_> {
         }
     }
 
-    fn enter_directory(
-        &mut self,
-        dir: BorrowedFd<'_>,
-        _: &CStr,
-        stat: &Statx,
-    ) -> Result<(), EntryFault> {
-        grant_search(dir, stat, self.modes)?;
+    fn enter_directory(&mut self, entered: EnteredDirectory<'_>) -> Result<(), EntryFault> {
+        grant_search(entered.dir, entered.stat, self.modes)?;
         self.depth += 1;
         Ok(())
     }
 
-    fn visit_entry(
-        &mut self,
-        dir: BorrowedFd<'_>,
-        name: &CStr,
-        kind: FileType,
-    ) -> Result<VisitAction, EntryFault> {
+    fn visit_entry(&mut self, entry: WalkedEntry<'_>) -> Result<VisitAction, EntryFault> {
         self.entries.count();
         let enter = match self.depth < COUNTED_DEPTH_MAX {
             true => VisitAction::Enter,
             false => VisitAction::Done,
         };
-        match kind {
+        match entry.kind {
             FileType::Directory => return Ok(enter),
             FileType::RegularFile | FileType::Unknown => {}
             _ => return Ok(VisitAction::Done),
         }
-        let Some(stat) = stat_entry(dir, name)? else {
+        let Some(stat) = entry.stat()? else {
             return Ok(VisitAction::Done);
         };
         if FileType::from_raw_mode(stat.stx_mode.into()) == FileType::Directory {

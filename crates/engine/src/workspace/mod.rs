@@ -112,10 +112,7 @@ impl Workspace {
     ) -> Result<Workspace, WorkspaceError> {
         let root_fd = open_root(path.parent().unwrap_or(Path::new("/")))?;
         let name = draft.file_name().unwrap_or_default().to_os_string();
-        let failed = |e: rustix::io::Errno| WorkspaceError::Make {
-            path: path.clone(),
-            source: e.into(),
-        };
+        let failed = |e| make_error(&path, e);
         rustix::fs::mkdirat(&root_fd, &name, Mode::from_raw_mode(0o700)).map_err(failed)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let dir = rustix::fs::openat(&root_fd, &name, flags, Mode::empty()).map_err(failed)?;
@@ -148,10 +145,7 @@ impl Workspace {
             Err(rustix::io::Errno::EXIST) => Err(WorkspaceError::Exists {
                 path: self.path.clone(),
             }),
-            Err(e) => Err(WorkspaceError::Make {
-                path: self.path.clone(),
-                source: e.into(),
-            }),
+            Err(e) => Err(make_error(&self.path, e)),
         }
     }
 
@@ -231,10 +225,7 @@ impl Workspace {
         wait.retry(|| match lock_existing(&path, identity)? {
             None => Ok(None),
             Some((root, dir)) => {
-                let dir = dir.map_err(|e| WorkspaceError::Make {
-                    path: path.clone(),
-                    source: e.into(),
-                })?;
+                let dir = dir.map_err(|e| make_error(&path, e))?;
                 let name = path.file_name().unwrap_or_default().to_os_string();
                 let path = path.clone();
                 Ok(Some(Workspace {
@@ -252,11 +243,7 @@ impl Workspace {
     /// again if an earlier [`Workspace::keep`] removed it.
     pub fn prepare(&self, owner: Option<(u32, u32)>) -> Result<(), WorkspaceError> {
         if let Some((uid, gid)) = owner {
-            let taken = tree::take_over(self.dir.as_fd(), uid, gid);
-            taken.map_err(|source| WorkspaceError::TakeOver {
-                path: self.path.clone(),
-                source,
-            })?;
+            self.take_over(uid, gid)?;
         }
         let hidden = Path::new(sandbox::HIDDEN_DIR);
         let flags = AtFlags::SYMLINK_NOFOLLOW;
@@ -264,9 +251,14 @@ impl Workspace {
             Err(rustix::io::Errno::NOENT) => self.create_private_dirs(self.dir.as_fd(), owner),
             found => found.map(drop),
         }
-        .map_err(|e| WorkspaceError::Make {
+        .map_err(|e| make_error(&self.path, e))
+    }
+
+    fn take_over(&self, uid: u32, gid: u32) -> Result<(), WorkspaceError> {
+        let taken = tree::take_over(self.dir.as_fd(), uid, gid);
+        taken.map(drop).map_err(|source| WorkspaceError::TakeOver {
             path: self.path.clone(),
-            source: e.into(),
+            source,
         })
     }
 
@@ -299,11 +291,7 @@ impl Workspace {
         );
         // The program may have changed the mode.
         let _ = rustix::fs::fchmod(&self.dir, Mode::from_raw_mode(0o700));
-        let failed = |source| WorkspaceError::TakeOver {
-            path: self.path.clone(),
-            source,
-        };
-        tree::take_over(self.dir.as_fd(), uid, gid).map_err(failed)?;
+        self.take_over(uid, gid)?;
         for name in ["data", "docs"] {
             // The mount points of the views. rmdir fails if the program created directories of these names and filled
             // them.
@@ -319,6 +307,13 @@ impl Workspace {
             );
         }
         Ok(())
+    }
+}
+
+fn make_error(path: &Path, source: rustix::io::Errno) -> WorkspaceError {
+    WorkspaceError::Make {
+        path: path.to_path_buf(),
+        source: source.into(),
     }
 }
 

@@ -17,7 +17,8 @@ use store::types::input_name::stays_inside;
 use super::{CopyError, DEPTH_MAX};
 use crate::workspace::tree::EntryFault;
 use crate::workspace::tree::walk::{
-    BENEATH, DepthOverflow, OPEN_DIR, TreeVisitor, TreeWalk, VisitAction, open_resolved,
+    BENEATH, DepthOverflow, EnteredDirectory, OPEN_DIR, TreeVisitor, TreeWalk, VisitAction,
+    WalkedEntry, open_resolved,
 };
 
 /// NONBLOCK, so that a FIFO in place of the file does not block.
@@ -129,34 +130,24 @@ impl<V: SourceVisitor> TreeVisitor for SourceWalk<'_, V> {
         })
     }
 
-    fn enter_directory(
-        &mut self,
-        _: BorrowedFd<'_>,
-        name: &CStr,
-        stat: &Statx,
-    ) -> Result<(), EntryFault> {
+    fn enter_directory(&mut self, entered: EnteredDirectory<'_>) -> Result<(), EntryFault> {
         if self.depth >= DEPTH_MAX {
             return Err(EntryFault::TooDeep);
         }
         if self.depth > 0 {
-            self.at.push(name);
+            self.at.push(entered.name);
         }
         self.depth += 1;
-        let entered = self.visitor.enter_directory(stat, &self.at);
-        entered.map_err(|error| self.refuse(error))
+        let done = self.visitor.enter_directory(entered.stat, &self.at);
+        done.map_err(|error| self.refuse(error))
     }
 
-    fn visit_entry(
-        &mut self,
-        dir: BorrowedFd<'_>,
-        name: &CStr,
-        kind: FileType,
-    ) -> Result<VisitAction, EntryFault> {
-        if kind == FileType::Directory {
+    fn visit_entry(&mut self, entry: WalkedEntry<'_>) -> Result<VisitAction, EntryFault> {
+        if entry.kind == FileType::Directory {
             return Ok(VisitAction::Enter);
         }
-        self.at.push(name);
-        let visited = self.visit_other(dir, name, kind);
+        self.at.push(entry.name);
+        let visited = self.visit_other(entry);
         self.at.pop();
         visited.map_err(|error| self.refuse(error))
     }
@@ -198,24 +189,19 @@ impl<V: SourceVisitor> SourceWalk<'_, V> {
     }
 
     /// Visits an entry that is not known to be a directory.
-    fn visit_other(
-        &mut self,
-        dir: BorrowedFd<'_>,
-        name: &CStr,
-        kind: FileType,
-    ) -> Result<VisitAction, V::Error> {
-        let opened = match kind {
+    fn visit_other(&mut self, entry: WalkedEntry<'_>) -> Result<VisitAction, V::Error> {
+        let opened = match entry.kind {
             FileType::Symlink => Err(Errno::LOOP),
             // Opening some devices has side effects, so check the type that the directory reports first.
             kind => {
                 if kind != FileType::Unknown {
                     check_kind(kind, &self.at.from)?;
                 }
-                open_entry(dir, name)
+                open_entry(entry)
             }
         };
         let (file, stat) = match opened {
-            Err(Errno::LOOP) => return self.visit_link(dir, name),
+            Err(Errno::LOOP) => return self.visit_link(entry),
             opened => opened.map_err(|source| CopyError::Open {
                 path: self.at.from.clone(),
                 source,
@@ -231,12 +217,13 @@ impl<V: SourceVisitor> SourceWalk<'_, V> {
     }
 
     /// Visits a symlink, if it does not lead out of the source.
-    fn visit_link(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<VisitAction, V::Error> {
+    fn visit_link(&mut self, entry: WalkedEntry<'_>) -> Result<VisitAction, V::Error> {
         let path = || self.at.from.clone();
-        let target = rustix::fs::readlinkat(dir, name, Vec::new()).map_err(|source| {
-            let path = path();
-            CopyError::Read { path, source }
-        })?;
+        let target =
+            rustix::fs::readlinkat(entry.dir, entry.name, Vec::new()).map_err(|source| {
+                let path = path();
+                CopyError::Read { path, source }
+            })?;
         let target = PathBuf::from(OsStr::from_bytes(target.as_bytes()));
         if !stays_inside(&target, self.depth - 1) {
             let path = path();
@@ -248,8 +235,9 @@ impl<V: SourceVisitor> SourceWalk<'_, V> {
 }
 
 /// Opens an entry of a source directory. A symlink is not followed, even if it has replaced the entry meanwhile.
-fn open_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<(OwnedFd, Stat), Errno> {
-    let file = rustix::fs::openat2(dir, name, READ | OFlags::NOFOLLOW, Mode::empty(), BENEATH)?;
+fn open_entry(entry: WalkedEntry<'_>) -> Result<(OwnedFd, Stat), Errno> {
+    let flags = READ | OFlags::NOFOLLOW;
+    let file = rustix::fs::openat2(entry.dir, entry.name, flags, Mode::empty(), BENEATH)?;
     let stat = rustix::fs::fstat(&file)?;
     Ok((file, stat))
 }

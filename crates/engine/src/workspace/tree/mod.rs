@@ -28,13 +28,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{
-    AtFlags, FileType, Gid, Mode, OFlags, Stat, Statx, StatxAttributes, StatxFlags, Uid,
-};
+use rustix::fs::{AtFlags, FileType, Gid, Mode, OFlags, Stat, StatxAttributes, StatxFlags, Uid};
 use rustix::io::Errno;
 
-use walk::{DepthOverflow, LEVELS_MAX, TreeVisitor, TreeWalk, VisitAction};
-use walk::{chmod_pinned, open_beneath, open_unlocked, stat_entry};
+use walk::{DepthOverflow, LEVELS_MAX, TreeVisitor, TreeWalk};
+use walk::{EnteredDirectory, VisitAction, WalkedEntry};
+use walk::{chmod_pinned, open_beneath, open_unlocked};
 
 /// The most rounds of a removal. Each round must get further than the one before it. An ordinary tree takes one
 /// round, or two if a second round must show that nothing is left. If another process keeps creating files, the
@@ -318,12 +317,8 @@ impl TreeVisitor for RemoveVisitor {
         open_unlocked(dir, name)
     }
 
-    fn enter_directory(
-        &mut self,
-        dir: BorrowedFd<'_>,
-        _: &CStr,
-        stat: &Statx,
-    ) -> Result<(), EntryFault> {
+    fn enter_directory(&mut self, entered: EnteredDirectory<'_>) -> Result<(), EntryFault> {
+        let EnteredDirectory { dir, stat, .. } = entered;
         if stat.stx_mode & 0o700 != 0o700 {
             // If this fails, deleting the entries fails too, and that is reported.
             let _ = rustix::fs::fchmod(dir, Mode::RWXU);
@@ -331,12 +326,8 @@ impl TreeVisitor for RemoveVisitor {
         Ok(())
     }
 
-    fn visit_entry(
-        &mut self,
-        dir: BorrowedFd<'_>,
-        name: &CStr,
-        kind: FileType,
-    ) -> Result<VisitAction, EntryFault> {
+    fn visit_entry(&mut self, entry: WalkedEntry<'_>) -> Result<VisitAction, EntryFault> {
+        let WalkedEntry { dir, name, kind } = entry;
         if self.seen >= self.entries_max {
             return Ok(VisitAction::Stop);
         }
@@ -411,12 +402,8 @@ impl TreeVisitor for TakeOverVisitor {
         open_unlocked(dir, name)
     }
 
-    fn enter_directory(
-        &mut self,
-        dir: BorrowedFd<'_>,
-        _: &CStr,
-        stat: &Statx,
-    ) -> Result<(), EntryFault> {
+    fn enter_directory(&mut self, entered: EnteredDirectory<'_>) -> Result<(), EntryFault> {
+        let EnteredDirectory { dir, stat, .. } = entered;
         let (mode_before, owner) = (u32::from(stat.stx_mode), (stat.stx_uid, stat.stx_gid));
         self.check_owner(stat.stx_uid)?;
         let mode = mode_before & 0o1777 | 0o700;
@@ -426,12 +413,8 @@ impl TreeVisitor for TakeOverVisitor {
         self.change_owner(dir, owner)
     }
 
-    fn visit_entry(
-        &mut self,
-        dir: BorrowedFd<'_>,
-        name: &CStr,
-        kind: FileType,
-    ) -> Result<VisitAction, EntryFault> {
+    fn visit_entry(&mut self, entry: WalkedEntry<'_>) -> Result<VisitAction, EntryFault> {
+        let WalkedEntry { dir, name, kind } = entry;
         if kind == FileType::Directory {
             return Ok(VisitAction::Enter);
         }
@@ -464,18 +447,13 @@ struct MeasureVisitor {
 }
 
 impl TreeVisitor for MeasureVisitor {
-    fn visit_entry(
-        &mut self,
-        dir: BorrowedFd<'_>,
-        name: &CStr,
-        _: FileType,
-    ) -> Result<VisitAction, EntryFault> {
+    fn visit_entry(&mut self, entry: WalkedEntry<'_>) -> Result<VisitAction, EntryFault> {
         if self.entries_max == 0 {
             self.sum.cut_short = true;
             return Ok(VisitAction::Stop);
         }
         self.entries_max -= 1;
-        let Some(stat) = stat_entry(dir, name)? else {
+        let Some(stat) = entry.stat()? else {
             return Ok(VisitAction::Done);
         };
         if stat.stx_attributes.contains(StatxAttributes::MOUNT_ROOT) {

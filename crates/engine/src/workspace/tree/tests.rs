@@ -325,6 +325,43 @@ fn a_mount_inside_is_reported_and_not_entered() {
     assert_eq!(remove_below(dir.path()).unwrap().entries, 2);
 }
 
+/// The user named the directory with all that is mounted below it. The way back out of the mount is longer than the
+/// number of directories held open, so that it uses `..`.
+#[test]
+fn an_input_is_copied_with_what_is_mounted_below_it() {
+    if !rustix::process::geteuid().is_root() {
+        return;
+    }
+    let wrapper = ["unshare", "-m", "--propagation", "private"];
+    if !inside("an_input_is_copied_with_what_is_mounted_below_it", &wrapper) {
+        return;
+    }
+    let [source, mounted, workspace] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let deep = vec!["d"; 40].join("/");
+    fs::create_dir_all(mounted.path().join(&deep)).unwrap();
+    fs::write(mounted.path().join(&deep).join("bottom"), "x").unwrap();
+    for name in ["a/b/on", "a/b/z"] {
+        fs::create_dir_all(source.path().join(name)).unwrap();
+    }
+    let on = source.path().join("a/b/on");
+    rustix::mount::mount_bind(mounted.path(), &on).unwrap();
+    let mut budget = crate::workspace::copy_in::CopyBudget {
+        bytes: 1 << 20,
+        files: 1000,
+    };
+    let copied = crate::workspace::copy_in::copy_in(
+        source.path(),
+        open(workspace.path()).as_fd(),
+        Path::new("c"),
+        None,
+        &mut budget,
+    );
+    rustix::mount::unmount(&on, rustix::mount::UnmountFlags::empty()).unwrap();
+    assert_eq!(copied.unwrap().files, 5 + 40 + 1);
+    let copy = workspace.path().join("c/a/b");
+    assert!(copy.join("on").join(&deep).join("bottom").is_file() && copy.join("z").is_dir());
+}
+
 #[test]
 fn an_immutable_file_is_named_and_the_rest_removed() {
     let dir = tempfile::tempdir().unwrap();

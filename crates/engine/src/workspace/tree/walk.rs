@@ -38,24 +38,12 @@ pub(crate) trait TreeVisitor {
     fn open_directory(&mut self, dir: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, EntryFault> {
         open_beneath(dir, name, OPEN_DIR)
     }
-    /// Called when a directory was opened and examined; the top directory is `.`. If this fails, the walk does not
-    /// enter it.
-    fn enter_directory(
-        &mut self,
-        _dir: BorrowedFd<'_>,
-        _name: &CStr,
-        _stat: &Statx,
-    ) -> Result<(), EntryFault> {
+    /// Called when a directory was opened and examined. If this fails, the walk does not enter it.
+    fn enter_directory(&mut self, _entered: EnteredDirectory<'_>) -> Result<(), EntryFault> {
         Ok(())
     }
-    /// Called for every entry but `.` and `..`. The type is a hint: it may be unknown, or the entry may have been
-    /// replaced since.
-    fn visit_entry(
-        &mut self,
-        dir: BorrowedFd<'_>,
-        name: &CStr,
-        kind: FileType,
-    ) -> Result<VisitAction, EntryFault>;
+    /// Called for every entry but `.` and `..`.
+    fn visit_entry(&mut self, entry: WalkedEntry<'_>) -> Result<VisitAction, EntryFault>;
     /// Called when a subdirectory was walked completely.
     fn leave_directory(&mut self, _parent: BorrowedFd<'_>, _name: &CStr) -> Result<(), EntryFault> {
         Ok(())
@@ -63,6 +51,36 @@ pub(crate) trait TreeVisitor {
     /// Called when an entry of the current directory failed; `.` is that directory itself. Says whether to go on.
     fn report_fault(&mut self, _name: &CStr, _fault: &EntryFault) -> ControlFlow<()> {
         ControlFlow::Continue(())
+    }
+}
+
+/// A directory that was just opened.
+#[derive(Clone, Copy)]
+pub(crate) struct EnteredDirectory<'a> {
+    pub(crate) dir: BorrowedFd<'a>,
+    /// `.` for the top directory.
+    pub(crate) name: &'a CStr,
+    pub(crate) stat: &'a Statx,
+}
+
+/// An entry of an open directory.
+#[derive(Clone, Copy)]
+pub(crate) struct WalkedEntry<'a> {
+    pub(crate) dir: BorrowedFd<'a>,
+    pub(crate) name: &'a CStr,
+    /// A hint: it may be unknown, or the entry may have been replaced since.
+    pub(crate) kind: FileType,
+}
+
+impl WalkedEntry<'_> {
+    /// Examines the entry without following a symlink. `None` if the entry is gone.
+    pub(crate) fn stat(self) -> Result<Option<Statx>, EntryFault> {
+        let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+        match rustix::fs::statx(self.dir, self.name, flags, StatxFlags::BASIC_STATS) {
+            Ok(stat) => Ok(Some(stat)),
+            Err(Errno::NOENT) => Ok(None),
+            Err(e) => Err(EntryFault::Stat(e)),
+        }
     }
 }
 
@@ -100,7 +118,11 @@ impl Level {
     ) -> Result<Self, EntryFault> {
         let fd = visitor.open_directory(dir, name)?;
         let stat = stat_dir(fd.as_fd())?;
-        visitor.enter_directory(fd.as_fd(), name, &stat)?;
+        visitor.enter_directory(EnteredDirectory {
+            dir: fd.as_fd(),
+            name,
+            stat: &stat,
+        })?;
         Ok(Level {
             id: DirectoryKey::from(&stat),
             name: name.to_owned(),
@@ -156,16 +178,6 @@ impl From<&Statx> for DirectoryKey {
 fn stat_dir(dir: BorrowedFd<'_>) -> Result<Statx, EntryFault> {
     let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME | StatxFlags::MNT_ID;
     rustix::fs::statx(dir, c"", AtFlags::EMPTY_PATH, wanted).map_err(EntryFault::Stat)
-}
-
-/// Examines an entry without following a symlink. `None` if the entry is gone.
-pub(crate) fn stat_entry(dir: BorrowedFd<'_>, name: &CStr) -> Result<Option<Statx>, EntryFault> {
-    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
-    match rustix::fs::statx(dir, name, flags, StatxFlags::BASIC_STATS) {
-        Ok(stat) => Ok(Some(stat)),
-        Err(Errno::NOENT) => Ok(None),
-        Err(e) => Err(EntryFault::Stat(e)),
-    }
 }
 
 pub(crate) struct TreeWalk {
@@ -296,7 +308,8 @@ impl TreeWalk {
         let batch = std::mem::take(&mut self.batch);
         let mut deferred = Vec::new();
         for (name, kind) in batch.names_by_inode() {
-            match visitor.visit_entry(dir.as_fd(), name, kind) {
+            let dir = dir.as_fd();
+            match visitor.visit_entry(WalkedEntry { dir, name, kind }) {
                 Ok(VisitAction::Done) => {}
                 Ok(VisitAction::Enter) => deferred.push(name.to_owned()),
                 Ok(VisitAction::Stop) => return ControlFlow::Break(()),
