@@ -5,7 +5,8 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::{Mode, OFlags};
 
-use super::init_setup::{die_with_parent, set_up_guardian, set_up_init};
+use super::die_with_parent;
+use super::init_setup::{set_up_guardian, set_up_init};
 use super::namespaces::{self, EarlyResult};
 use crate::channel::{self, SandboxReport, Wait};
 use crate::confine::landlock;
