@@ -97,8 +97,6 @@
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
 
-// The names of the acts and of the mechanisms say what they are.
-#[allow(missing_docs)]
 pub mod attack;
 mod channel;
 mod confine;
@@ -109,7 +107,6 @@ mod launch_step;
 mod layout;
 pub mod outcome;
 mod plan;
-#[allow(missing_docs)]
 pub mod probe;
 mod resources;
 pub mod spec;

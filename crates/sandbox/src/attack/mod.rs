@@ -40,7 +40,7 @@ pub const RUN_ATTACKS: &str = "strike";
 /// controls.
 pub const RUN_ATTACKS_PRIVILEGED: &str = "strike-privileged";
 /// Separates the targets of an attack that has several.
-pub const TARGET_SEPARATOR: u8 = b'|';
+const TARGET_SEPARATOR: u8 = b'|';
 /// In place of a pid: the attacker's parent, which inside the sandbox is init or the guardian.
 pub const PARENT_TARGET: &str = "parent";
 

@@ -35,29 +35,53 @@ const ANSWER_BYTES_MAX: usize = 1 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mechanism {
+    /// A user namespace with one user mapped.
     UserNamespace,
+    /// A user namespace inside a plain user's first one.
     InnerUserNamespace,
+    /// A mount namespace whose mounts are private.
     MountNamespace,
+    /// A pid namespace whose first process is 1.
     PidNamespace,
+    /// A network namespace with loopback.
     NetNamespace,
+    /// An IPC namespace.
     IpcNamespace,
+    /// A UTS namespace with a host name of its own.
     UtsNamespace,
+    /// A cgroup namespace.
     CgroupNamespace,
+    /// A new /proc in a new pid namespace.
     NewProc,
+    /// A tmpfs, attached to the tree.
     Tmpfs,
+    /// A devpts of its own.
     Devpts,
+    /// An overlay of two read-only layers.
     Overlay,
+    /// Making a copied tree of mounts read-only (mount_setattr).
     ReadOnlyMounts,
+    /// Showing a tree with another owner (idmapped mounts).
     IdmappedMounts,
+    /// pivot_root, and letting go of the old root.
     PivotRoot,
+    /// Becoming the leased uid and dropping every capability.
     LeasedUid,
+    /// Landlock: an access that no rule allows is refused.
     Landlock,
+    /// A seccomp filter that refuses a call.
     SeccompFilter,
+    /// A seccomp filter that lets another process answer a call.
     SeccompNotification,
+    /// Reading a child's memory (process_vm_readv).
     MemoryOfChild,
+    /// Signalling and waiting through a pidfd.
     Pidfd,
+    /// Joining a new session keyring.
     SessionKeyring,
+    /// openat2 with its RESOLVE flags.
     Openat2,
+    /// Marking many descriptors close-on-exec with one call.
     CloseRange,
 }
 
@@ -123,25 +147,34 @@ impl Mechanism {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "verdict")]
 pub enum MechanismVerdict {
+    /// The mechanism did what it was tried for.
     Works {
+        /// What it did.
         how: String,
     },
+    /// The mechanism was refused, or had no effect.
     Fails {
+        /// The step that failed.
         step: String,
+        /// The kernel's errno, if it gave one.
         errno: Option<i32>,
     },
     /// Only root would use the mechanism, and this process is not root.
     NotUsed,
 }
 
+/// One mechanism and the result of trying it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MechanismResult {
+    /// The mechanism that was tried.
     pub mechanism: Mechanism,
+    /// What came of it.
     #[serde(flatten)]
     pub verdict: MechanismVerdict,
 }
 
 impl MechanismResult {
+    /// Returns the step that failed and its errno, if the mechanism failed.
     pub fn failed(&self) -> Option<(&str, Option<i32>)> {
         match &self.verdict {
             MechanismVerdict::Fails { step, errno } => Some((step, *errno)),
@@ -159,7 +192,9 @@ pub struct TrialInputs {
     pub shown: PathBuf,
 }
 
+/// Why a program gave no answer in time. The messages describe the variants.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages describe the variants")]
 pub enum TrialError {
     #[error("start {path:?}")]
     Start { path: PathBuf, source: io::Error },
