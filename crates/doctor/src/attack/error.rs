@@ -14,8 +14,6 @@ pub enum AttackError {
     },
     #[error("find a place for the battery: {}", .failures.join("; "))]
     NoDirectory { failures: Vec<String> },
-    #[error("start the attacker")]
-    AttackerNotStarted { source: Box<AttackError> },
     #[error("the process to be attacked did not get ready")]
     TargetProcessNotReady,
     #[error("start a run to attack: {output}")]
@@ -29,10 +27,6 @@ pub enum AttackError {
     },
     #[error("the run says it was confined at level {level:?}")]
     UnknownLevel { level: Option<String> },
-    #[error("the standard output of a started process is not piped")]
-    NoPipe,
-    #[error("the thread that ran {act} panicked")]
-    ThreadPanicked { act: &'static str },
     #[error("stopped by signal {signal}")]
     Stopped { signal: i32 },
 }

@@ -7,7 +7,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, UdpSocket};
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::fs::{MetadataExt, symlink};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener};
 use std::path::{Path, PathBuf};
 
@@ -70,15 +70,14 @@ pub struct TargetSet {
     side: TargetSide,
     /// The text that an attacker leaves wherever it gets to.
     pub mark: String,
-    /// The texts that attackers are to find, each in one target only.
-    secrets: BTreeMap<&'static str, String>,
+    secrets: Secrets,
     pub project: PathBuf,
     /// Where the control's attacker works.
     pub workspace: PathBuf,
     outside: PathBuf,
     other_workspace: PathBuf,
     size: u64,
-    before: BTreeMap<&'static str, Vec<Option<FileState>>>,
+    before: BTreeMap<&'static str, Vec<Option<String>>>,
     /// Sockets that stand in for services, by the act that is to reach them.
     services: BTreeMap<&'static str, Vec<OwnedFd>>,
     processes: BTreeMap<&'static str, BatteryProcess>,
@@ -93,38 +92,28 @@ pub struct TargetSet {
     host_files: Vec<PathBuf>,
 }
 
-/// Everything about a file that an attack can change.
-#[derive(PartialEq, Eq)]
-struct FileState {
-    names: Vec<std::ffi::OsString>,
-    content: Vec<u8>,
-    mode: u32,
-    modified: (i64, i64),
-    links: u64,
-    attribute: Option<Vec<u8>>,
+/// The texts that attackers are to find, each in one target only. They all have one random word.
+struct Secrets(String);
+
+impl Secrets {
+    fn of(&self, act: &str) -> String {
+        format!("{SECRET_PREFIX}{}-{act}", self.0)
+    }
 }
 
-impl FileState {
-    /// Returns `None` if there is no such file.
-    fn read(path: &Path) -> Option<FileState> {
-        let meta = std::fs::symlink_metadata(path).ok()?;
-        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
-        let mut names: Vec<_> = entries.map(|e| e.file_name()).collect();
-        names.sort();
-        let mut value = vec![0u8; 256];
-        let attribute = rustix::fs::lgetxattr(path, "user.fumehood", &mut value[..]);
-        Some(FileState {
-            names,
-            content: match meta.is_file() {
-                true => std::fs::read(path).unwrap_or_default(),
-                false => Vec::new(),
-            },
-            mode: meta.mode(),
-            modified: (meta.mtime(), meta.mtime_nsec()),
-            links: meta.nlink(),
-            attribute: attribute.ok().map(|n| value[..n].to_vec()),
-        })
-    }
+/// Describes everything about a file that an attack can change. Returns `None` if there is no such file.
+fn file_state(path: &Path) -> Option<String> {
+    let meta = std::fs::symlink_metadata(path).ok()?;
+    let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+    let mut names: Vec<_> = entries.map(|e| e.file_name()).collect();
+    names.sort();
+    let content = meta.is_file().then(|| std::fs::read(path));
+    let mut value = [0u8; 256];
+    let attribute = rustix::fs::lgetxattr(path, "user.fumehood", &mut value[..]);
+    let attribute = attribute.map(|n| &value[..n]);
+    let times = (meta.mtime(), meta.mtime_nsec());
+    let numbers = (meta.mode(), meta.nlink(), times);
+    Some(format!("{names:?} {content:?} {attribute:?} {numbers:?}"))
 }
 
 impl TargetSet {
@@ -139,20 +128,17 @@ impl TargetSet {
             TargetSide::Confined => "confined",
         });
         let (project, outside) = (root.join("project"), root.join("outside"));
-        let mut secrets = BTreeMap::new();
-        for act in SECRET_ACTS {
-            secrets.insert(act, format!("{SECRET_PREFIX}{}", random_word()?));
-        }
+        let secrets = Secrets(random_word()?);
         build_project(&project, &secrets)?;
         make_dir(&outside, 0o755)?;
-        write_world_writable(&outside.join("secret"), &secrets["read_secret_file"])?;
+        write_world_writable(&outside.join("secret"), &secrets.of("read_secret_file"))?;
         make_dir(&outside.join("farm"), 0o755)?;
-        write_world_writable(&outside.join("farm/secret"), &secrets["symlink_farm"])?;
-        write_world_writable(&outside.join("handed"), &secrets["inherited_descriptor"])?;
+        write_world_writable(&outside.join("farm/secret"), &secrets.of("symlink_farm"))?;
+        write_world_writable(&outside.join("handed"), &secrets.of("inherited_descriptor"))?;
         let size = 4096 + u64::from_str_radix(&random_word()?[..4], 16).unwrap_or(0);
         write_world_writable(&project.join("site/measured"), &"x".repeat(size as usize))?;
         let host_tmp = Path::new("/tmp").join(format!("fumehood-attack-read-{mark}"));
-        write_world_writable(&host_tmp, &secrets["read_host_tmp"])?;
+        write_world_writable(&host_tmp, &secrets.of("read_host_tmp"))?;
         let workspace = root.join("workspace");
         make_dir(&workspace, 0o755)?;
         for name in ["data", "docs"] {
@@ -162,12 +148,12 @@ impl TargetSet {
         rustix::fs::flock(&lock, FlockOperation::LockExclusive).operation("lock it")?;
         let mut processes = BTreeMap::new();
         for act in PROCESS_ACTS {
-            let process = BatteryProcess::start_target(testbed, &secrets["proc_of_others"])?;
+            let process = BatteryProcess::start_target(testbed, &secrets.of("proc_of_others"))?;
             processes.insert(act, process);
         }
         let mut targets = TargetSet {
             limits_before: processes["limits_of_others"].limits(),
-            services: start_services(&project, &outside, &mark)?,
+            services: start_services(&project, &outside, &mark).operation("start the services")?,
             segment: Segment::make().ok(),
             queue: Queue::make(&format!("fumehood-attack-{mark}")).ok(),
             before: BTreeMap::new(),
@@ -195,8 +181,8 @@ impl TargetSet {
         Ok(targets)
     }
 
-    pub fn secret(&self, act: &str) -> &str {
-        self.secrets.get(act).map_or("", String::as_str)
+    pub fn secret(&self, act: &str) -> String {
+        self.secrets.of(act)
     }
 
     /// Returns a descriptor that the next process to be started inherits.
@@ -223,7 +209,7 @@ impl TargetSet {
     }
 
     /// Reads the files that this act would change.
-    fn states(&self, act: &str) -> Vec<Option<FileState>> {
+    fn states(&self, act: &str) -> Vec<Option<String>> {
         let paths = match CHANGE_ACTS.iter().find(|(name, _)| *name == act) {
             Some((name, area)) => {
                 let dir = self.project.join(area).join(name);
@@ -234,7 +220,7 @@ impl TargetSet {
                 .map(|name| self.project.join(name))
                 .to_vec(),
         };
-        paths.iter().map(|path| FileState::read(path)).collect()
+        paths.iter().map(|path| file_state(path)).collect()
     }
 
     /// Returns the target of an act in the form that the attacker parses.
@@ -341,10 +327,8 @@ impl TargetSet {
                 let ours = message.is_some_and(|m| m == self.mark.as_bytes());
                 ours.then(|| "the queue holds the message".into())
             }
-            _ => match self.secrets.get(act) {
-                Some(secret) => revealed(attack_output, act, secret),
-                None => reported(),
-            },
+            _ if SECRET_ACTS.contains(&act) => revealed(attack_output, act, &self.secret(act)),
+            _ => reported(),
         }
     }
 
@@ -376,7 +360,7 @@ fn revealed(attack_output: &AttackOutput, act: &str, secret: &str) -> Option<Str
     out.then(|| format!("a secret of the host was read: {success}"))
 }
 
-fn build_project(project: &Path, secrets: &BTreeMap<&str, String>) -> Result<(), AttackError> {
+fn build_project(project: &Path, secrets: &Secrets) -> Result<(), AttackError> {
     for name in ["", "data", "docs", "site"] {
         make_dir(&project.join(name), 0o755)?;
     }
@@ -386,8 +370,8 @@ fn build_project(project: &Path, secrets: &BTreeMap<&str, String>) -> Result<(),
     }
     write_world_writable(&project.join("data/locked"), "")?;
     write_world_writable(&project.join("api.py"), "# as it was\n")?;
-    write_world_writable(&project.join(".env"), &secrets["read_project"])?;
-    write_world_writable(&project.join(&secrets["list_project"]), "")
+    write_world_writable(&project.join(".env"), &secrets.of("read_project"))?;
+    write_world_writable(&project.join(secrets.of("list_project")), "")
 }
 
 /// Anybody may read and write the file: only the sandbox protects it.
@@ -402,52 +386,40 @@ fn start_services(
     project: &Path,
     outside: &Path,
     mark: &str,
-) -> Result<BTreeMap<&'static str, Vec<OwnedFd>>, AttackError> {
-    let tcp = || start_service("listen on loopback", TcpListener::bind("127.0.0.1:0"));
-    let udp = || start_service("bind on loopback", UdpSocket::bind("127.0.0.1:0"));
+) -> std::io::Result<BTreeMap<&'static str, Vec<OwnedFd>>> {
+    let tcp = || TcpListener::bind("127.0.0.1:0").map(OwnedFd::from);
+    let udp = || UdpSocket::bind("127.0.0.1:0").map(OwnedFd::from);
+    let everybody = || std::fs::Permissions::from_mode(0o777);
     let listen = |dir: &Path| {
         let path = dir.join(SOCKET_NAME);
-        let socket = UnixListener::bind(&path).operation_on("listen at", &path)?;
-        set_mode(&path, 0o777)?;
-        start_service("listen at a path", Ok(socket))
+        let socket = UnixListener::bind(&path)?;
+        std::fs::set_permissions(path, everybody())?;
+        Ok::<OwnedFd, std::io::Error>(socket.into())
     };
-    let abstract_name = |name: &str| {
-        SocketAddr::from_abstract_name(format!("{name}-{mark}")).operation("make an abstract name")
-    };
-    let name = UnixListener::bind_addr(&abstract_name("fumehood-attack")?);
     let path = project.join("data/datagram");
-    let datagram = UnixDatagram::bind(&path).operation_on("bind at", &path)?;
-    set_mode(&path, 0o777)?;
-    let datagram_name = UnixDatagram::bind_addr(&abstract_name("fumehood-attack-datagram")?);
-    let datagrams = vec![
-        start_service("bind a datagram socket", Ok(datagram))?,
-        start_service("bind at a name", datagram_name)?,
-    ];
-    Ok(BTreeMap::from([
+    let datagram = UnixDatagram::bind(&path)?;
+    std::fs::set_permissions(path, everybody())?;
+    let abstract_name = |name: &str| SocketAddr::from_abstract_name(format!("{name}-{mark}"));
+    let listener = UnixListener::bind_addr(&abstract_name("fumehood-attack")?)?;
+    let named_datagram = UnixDatagram::bind_addr(&abstract_name("fumehood-attack-datagram")?)?;
+    let files = [listen(outside)?, listen(&project.join("data"))?];
+    let services = BTreeMap::from([
         ("postgres_tcp", vec![tcp()?]),
         ("tcp_fast_open", vec![tcp()?]),
+        ("postgres_socket", Vec::from(files)),
+        ("postgres_abstract", vec![listener.into()]),
         (
-            "postgres_socket",
-            vec![listen(outside)?, listen(&project.join("data"))?],
+            "unix_datagram",
+            vec![datagram.into(), named_datagram.into()],
         ),
-        (
-            "postgres_abstract",
-            vec![start_service("listen at a name", name)?],
-        ),
-        ("unix_datagram", datagrams),
         ("udp", vec![udp()?]),
         ("dns", vec![udp()?]),
-    ]))
-}
-
-/// Makes a socket non-blocking, so that looking for what arrived does not wait.
-fn start_service(
-    operation: &'static str,
-    bound: std::io::Result<impl Into<OwnedFd>>,
-) -> Result<OwnedFd, AttackError> {
-    let socket = bound.operation(operation)?.into();
-    rustix::io::ioctl_fionbio(&socket, true).operation(operation)?;
-    Ok(socket)
+    ]);
+    for socket in services.values().flatten() {
+        // Looking for what arrived must not wait.
+        rustix::io::ioctl_fionbio(socket, true)?;
+    }
+    Ok(services)
 }
 
 /// Whatever arrived is still queued in the socket, because nothing has read from it.

@@ -12,8 +12,9 @@ use std::sync::mpsc::{RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use engine::plan::limits::error_chain;
-use rustix::process::{Pid, PidfdFlags, Signal};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use sandbox::attack::{self, ARGUMENT};
+use sandbox::events::{self, PollFlags};
 use sandbox::spec::ConfinementLevel;
 use serde_json::Value;
 use store::types::crash_points::VARIABLE;
@@ -54,6 +55,18 @@ pub struct ConfinedRun {
 }
 
 impl ConfinedRun {
+    /// Parses the document of `fumehood run --json`.
+    pub fn read(output: &ProcessOutput) -> Result<ConfinedRun, AttackError> {
+        let first = output.stdout.lines().next().unwrap_or_default();
+        let record: Value =
+            serde_json::from_str(first).map_err(|source| AttackError::NoRunRecord {
+                output: format!("{}{}", output.stdout, output.stderr),
+                source,
+            })?;
+        let stdout = record["stdout"]["text"].as_str().unwrap_or_default().into();
+        Ok(ConfinedRun { stdout, record })
+    }
+
     pub fn status(&self) -> &str {
         self.record["status"].as_str().unwrap_or("unknown")
     }
@@ -110,10 +123,7 @@ impl Testbed {
         std::fs::copy("/proc/self/exe", &testbed.binary).operation("copy our own binary")?;
         set_mode(&testbed.binary, 0o755)?;
         // Also shows whether the directory allows execution.
-        let tried = testbed.finish(testbed.attacker(&[attack::RUN_ATTACKS, "nothing"]));
-        tried.map_err(|source| AttackError::AttackerNotStarted {
-            source: Box::new(source),
-        })?;
+        testbed.finish(testbed.attacker(&[attack::RUN_ATTACKS, "nothing"]))?;
         Ok(testbed)
     }
 
@@ -190,17 +200,7 @@ impl Testbed {
 
     /// Runs `fumehood run --json` to its end and parses its document.
     pub fn finish_run(&self, command: Command) -> Result<ConfinedRun, AttackError> {
-        let output = self.finish(command)?;
-        let first = output.stdout.lines().next().unwrap_or_default();
-        let record: Value =
-            serde_json::from_str(first).map_err(|source| AttackError::NoRunRecord {
-                output: format!("{}{}", output.stdout, output.stderr),
-                source,
-            })?;
-        Ok(ConfinedRun {
-            stdout: record["stdout"]["text"].as_str().unwrap_or_default().into(),
-            record,
-        })
+        ConfinedRun::read(&self.finish(command)?)
     }
 }
 
@@ -226,29 +226,17 @@ pub struct BatteryProcess {
 impl BatteryProcess {
     pub fn start(mut command: Command) -> Result<BatteryProcess, AttackError> {
         command.stderr(Stdio::piped());
-        BatteryProcess::spawn(command)
+        BatteryProcess::start_with_own_stderr(command)
     }
 
-    /// Starts a process with a terminal as its standard input and error.
-    pub fn start_on(
-        mut command: Command,
-        terminal: OwnedFd,
-    ) -> Result<BatteryProcess, AttackError> {
-        let error = terminal.try_clone().operation("copy a descriptor")?;
-        command.stdin(terminal).stderr(error);
-        BatteryProcess::spawn(command)
-    }
-
-    fn spawn(mut command: Command) -> Result<BatteryProcess, AttackError> {
+    pub fn start_with_own_stderr(mut command: Command) -> Result<BatteryProcess, AttackError> {
         command.stdout(Stdio::piped());
         let mut child = command
             .spawn()
             .operation_on("start", Path::new(command.get_program()))?;
-        let stdout = child.stdout.take().ok_or(AttackError::NoPipe)?;
-        Ok(BatteryProcess {
-            child,
-            stdout: BufReader::new(stdout),
-        })
+        let stdout = child.stdout.take().expect("the standard output is piped");
+        let stdout = BufReader::new(stdout);
+        Ok(BatteryProcess { child, stdout })
     }
 
     /// Starts a process of the host's that waits to be attacked, in a process group of its own.
@@ -272,13 +260,22 @@ impl BatteryProcess {
 
     /// Waits up to 100 ms for the process to end, because a signal takes a moment to arrive.
     pub fn died(&mut self) -> bool {
-        for _ in 0..20 {
-            if !matches!(self.child.try_wait(), Ok(None)) {
-                return true;
-            }
-            std::thread::sleep(Duration::from_millis(5));
+        self.ends_within(Duration::from_millis(100))
+    }
+
+    fn ends_within(&mut self, time: Duration) -> bool {
+        if let Ok(process) = pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty()) {
+            events::wait_for(process, PollFlags::IN, time);
         }
-        false
+        !matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Calls `look` again and again until the process ends.
+    pub fn watch(&mut self, mut look: impl FnMut()) {
+        let _watchdog = kill_if_late(&self.child);
+        while !self.ends_within(Duration::from_millis(10)) {
+            look();
+        }
     }
 
     /// Returns what another process can change of this one: its limits and its priority.
@@ -347,11 +344,11 @@ impl Drop for BatteryProcess {
 /// Kills a process that takes too long. Dropping what is returned cancels that.
 fn kill_if_late(child: &Child) -> Sender<()> {
     let (cancel, cancelled) = std::sync::mpsc::channel();
-    let process = rustix::process::pidfd_open(Pid::from_child(child), PidfdFlags::empty());
+    let process = pidfd_open(Pid::from_child(child), PidfdFlags::empty());
     std::thread::spawn(move || {
         let timed_out = cancelled.recv_timeout(PROCESS_TIME_MAX) == Err(RecvTimeoutError::Timeout);
         if let (true, Ok(process)) = (timed_out, process) {
-            let _ = rustix::process::pidfd_send_signal(process, Signal::KILL);
+            let _ = pidfd_send_signal(process, Signal::KILL);
         }
     });
     cancel
@@ -387,10 +384,10 @@ pub fn kill_survivors(mark: &str, patience: Duration) -> usize {
     }
     for (pid, _) in &left {
         // Open the process first and read its command line again, so that a recycled pid is not mistaken for it.
-        if let Ok(process) = rustix::process::pidfd_open(*pid, PidfdFlags::empty())
+        if let Ok(process) = pidfd_open(*pid, PidfdFlags::empty())
             && words_of(*pid).iter().any(|w| w.contains(mark))
         {
-            let _ = rustix::process::pidfd_send_signal(process, Signal::KILL);
+            let _ = pidfd_send_signal(process, Signal::KILL);
         }
     }
     left.len()

@@ -6,7 +6,7 @@ use rustix::io::Errno;
 use sandbox::probe::mechanisms::{Mechanism, MechanismResult, Need};
 
 use super::host_facts::HostFacts;
-use super::{Finding, Remedy, Severity, container, errno_name, join_paths};
+use super::{Finding, Remedy, Severity, container, describe_errno, join_paths};
 
 /// The AppArmor profile that lets Fumehood, and no other program, make user namespaces where AppArmor forbids them.
 const APPARMOR_PROFILE: &str = include_str!("../../../../packaging/apparmor/fumehood");
@@ -88,11 +88,6 @@ fn has_errno(tried: &MechanismResult, any: &[Errno]) -> bool {
     errno.is_some_and(|n| any.iter().any(|e| e.raw_os_error() == n))
 }
 
-/// A cause of failures. [`find_causes`] sets how much it matters.
-fn cause(name: &'static str, text: impl Into<String>) -> Finding {
-    Finding::note(name, text)
-}
-
 /// Names the host setting that forbids unprivileged user namespaces, if there is one and the mechanism trial failed
 /// with its errno.
 fn user_namespaces(failed: &[&MechanismResult], facts: &HostFacts) -> Option<Finding> {
@@ -106,18 +101,21 @@ fn user_namespaces(failed: &[&MechanismResult], facts: &HostFacts) -> Option<Fin
             "echo kernel.unprivileged_userns_clone=1 | sudo tee /etc/sysctl.d/90-fumehood.conf",
             "sudo sysctl --system",
         ];
-        Some(cause("userns_sysctl", text).remedy("Allow them, as Debian does by default:", &lines))
+        Some(
+            Finding::note("userns_sysctl", text)
+                .remedy("Allow them, as Debian does by default:", &lines),
+        )
     } else if apparmor.is_some_and(|value| value != 0) {
         let text = "AppArmor forbids user namespaces to programs without a profile that allows them \
             (kernel.apparmor_restrict_unprivileged_userns = 1)";
         let exe = std::env::current_exe().ok();
-        Some(cause("apparmor_userns", text).with(apparmor_remedy(exe.as_deref())))
+        Some(Finding::note("apparmor_userns", text).with(apparmor_remedy(exe.as_deref())))
     } else if facts.in_chroot {
         let text = "the kernel gives no user namespace to a process in a chroot, and this one is in one: nothing is \
             mounted on its /";
         let remedy =
             "Enter the tree with pivot_root or switch_root instead of chroot, or run as root.";
-        Some(cause("chroot", text).remedy(remedy, &[]))
+        Some(Finding::note("chroot", text).remedy(remedy, &[]))
     } else {
         None
     }
@@ -174,7 +172,7 @@ fn namespace_count(failed: &[&MechanismResult], facts: &HostFacts) -> Option<Fin
             "no more such namespaces are to be had: user.{name} is {n}, and a namespace around this one may allow fewer"
         ),
     };
-    let finding = cause("namespace_count", text);
+    let finding = Finding::note("namespace_count", text);
     Some(match value {
         // The limit belongs to the surrounding user namespace. Only its creator can raise it.
         _ if facts.in_user_namespace => finding.remedy(
@@ -202,7 +200,7 @@ fn uids_not_mapped(failed: &[&MechanismResult], facts: &HostFacts) -> Option<Fin
     let text = "this root is a user namespace's, and the uids that root's analyses run under are not in it \
         (/proc/self/uid_map)";
     let remedy = "Run Fumehood as a plain user in it, who needs no other uids; or outside of it.";
-    Some(cause("uids_of_namespace", text).remedy(remedy, &[]))
+    Some(Finding::note("uids_of_namespace", text).remedy(remedy, &[]))
 }
 
 fn missing_capabilities(facts: &HostFacts) -> Option<Finding> {
@@ -213,7 +211,7 @@ fn missing_capabilities(facts: &HostFacts) -> Option<Finding> {
     let text = format!("this root lacks capabilities that building a sandbox takes: {lacks}");
     let remedy = "Give them back (CapabilityBoundingSet= of a systemd service, --cap-add of a container), or run as a \
         plain user, who needs none.";
-    Some(cause("capabilities", text).remedy(remedy, &[]))
+    Some(Finding::note("capabilities", text).remedy(remedy, &[]))
 }
 
 fn landlock(tried: &MechanismResult, facts: &HostFacts, without_full: Severity) -> Finding {
@@ -224,19 +222,19 @@ fn landlock(tried: &MechanismResult, facts: &HostFacts, without_full: Severity) 
         // The kernel always has `capability`, and the `lsm=` parameter does not list it.
         let listed = |m: &&str| !["", "landlock", "capability"].contains(m);
         let modules: Vec<&str> = modules.filter(listed).collect();
-        let (line, text) = match modules.is_empty() {
-            false => (
-                format!("lsm=landlock,{}", modules.join(",")),
-                "Add this word to the kernel command line (GRUB_CMDLINE_LINUX in /etc/default/grub, then \
-                 update-grub) and start the machine again:",
-            ),
+        let (modules, more) = match modules.is_empty() {
+            false => (modules.join(","), ""),
             true => (
-                String::from("lsm=landlock,lockdown,yama,integrity,apparmor,bpf"),
-                "Add this word to the kernel command line (GRUB_CMDLINE_LINUX in /etc/default/grub, then \
-                 update-grub) and start the machine again. Which modules this kernel has now it does not say (root \
-                 reads it in /sys/kernel/security/lsm); keep those, with landlock first:",
+                String::from("lockdown,yama,integrity,apparmor,bpf"),
+                ". Which modules this kernel has now it does not say (root reads it in /sys/kernel/security/lsm); \
+                 keep those, with landlock first",
             ),
         };
+        let line = format!("lsm=landlock,{modules}");
+        let text = format!(
+            "Add this word to the kernel command line (GRUB_CMDLINE_LINUX in /etc/default/grub, then update-grub) and \
+             start the machine again{more}:"
+        );
         let off = "Landlock is part of this kernel and not switched on";
         return Finding::new("landlock", severity, off).remedy(text, &[&line]);
     }
@@ -246,11 +244,6 @@ fn landlock(tried: &MechanismResult, facts: &HostFacts, without_full: Severity) 
         return Finding::new("landlock", severity, text).with(remedy);
     }
     unexplained_failure(tried, facts, severity)
-}
-
-/// Formats an errno by its name, if it has one.
-pub fn describe_errno(errno: i32) -> String {
-    errno_name(errno).map_or_else(|| format!("errno {errno}"), str::to_owned)
 }
 
 /// Reports a failure that no file of the host explains: the step that failed and the kernel's errno.

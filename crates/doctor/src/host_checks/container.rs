@@ -7,47 +7,45 @@ use super::{Finding, Remedy, Severity};
 /// One restriction that shows in a file of the host, with the words that lift it.
 struct Restriction {
     because: String,
-    /// The value of Docker's and of Podman's `--security-opt`.
-    docker: &'static str,
-    podman: &'static str,
-    /// Lines of a pod's securityContext.
-    kubernetes: &'static str,
+    /// The value of Docker's `--security-opt`, and of Podman's with one exception.
+    option: &'static str,
+    /// A line of a pod's securityContext, if one lifts it.
+    kubernetes: Option<&'static str>,
 }
+
+const ALL_OF_PROC: &str = "systempaths=unconfined";
 
 /// Returns the restrictions on this process, as far as files of the host show them.
 fn restrictions(facts: &HostFacts) -> Vec<Restriction> {
     let profile = facts.apparmor_profile.as_deref().unwrap_or("unconfined");
-    let filter = Restriction {
-        because: String::from("a seccomp filter (Seccomp: 2 in /proc/self/status)"),
-        docker: "seccomp=unconfined",
-        podman: "seccomp=unconfined",
-        kubernetes: "      seccompProfile: {type: Unconfined}",
+    let filter = "a seccomp filter (Seccomp: 2 in /proc/self/status)";
+    let apparmor = format!("the AppArmor profile {profile}");
+    let masked = format!("{} covered parts of /proc", facts.masked_proc.len());
+    let mut found = Vec::new();
+    let mut add = |applies: bool, because: &str, option, kubernetes| {
+        if applies {
+            found.push(Restriction {
+                because: because.to_owned(),
+                option,
+                kubernetes,
+            });
+        }
     };
-    let apparmor = Restriction {
-        because: format!("the AppArmor profile {profile}"),
-        docker: "apparmor=unconfined",
-        podman: "apparmor=unconfined",
-        kubernetes: "      appArmorProfile: {type: Unconfined}",
-    };
-    let selinux = Restriction {
-        because: String::from("SELinux, enforcing"),
-        docker: "label=disable",
-        podman: "label=disable",
-        kubernetes: "",
-    };
-    let masked = Restriction {
-        because: format!("{} covered parts of /proc", facts.masked_proc.len()),
-        docker: "systempaths=unconfined",
-        podman: "unmask=ALL",
-        kubernetes: "",
-    };
-    let found = [
-        facts.is_filtered.then_some(filter),
-        (!profile.starts_with("unconfined")).then_some(apparmor),
-        facts.selinux_enforcing.then_some(selinux),
-        (!facts.masked_proc.is_empty()).then_some(masked),
-    ];
-    found.into_iter().flatten().collect()
+    let pod_filter = Some("      seccompProfile: {type: Unconfined}");
+    add(facts.is_filtered, filter, "seccomp=unconfined", pod_filter);
+    let is_profiled = !profile.starts_with("unconfined");
+    let pod_profile = Some("      appArmorProfile: {type: Unconfined}");
+    add(is_profiled, &apparmor, "apparmor=unconfined", pod_profile);
+    let selinux = "SELinux, enforcing";
+    add(facts.selinux_enforcing, selinux, "label=disable", None);
+    add(!facts.masked_proc.is_empty(), &masked, ALL_OF_PROC, None);
+    found
+}
+
+fn security_options(restrictions: &[Restriction], all_of_proc: &str) -> Vec<String> {
+    let option = |r: &Restriction| r.option.replace(ALL_OF_PROC, all_of_proc);
+    let options = restrictions.iter().map(option);
+    options.map(|o| format!("--security-opt {o}")).collect()
 }
 
 /// Returns the finding that explains every failed mechanism in a container, or under a seccomp filter that somebody
@@ -121,8 +119,7 @@ fn service() -> Remedy {
 /// Derived from Docker's default seccomp profile: with SYS_ADMIN it allows mounts and namespaces, but neither
 /// pivot_root nor keyctl. The filter has to go in either case.
 fn docker(restrictions: &[Restriction], facts: &HostFacts) -> Remedy {
-    let options = restrictions.iter().map(|r| r.docker);
-    let options: Vec<String> = options.map(|o| format!("--security-opt {o}")).collect();
+    let options = security_options(restrictions, ALL_OF_PROC);
     let mut remedy = Remedy::untried(
         match facts.is_root {
             true => "Start the container with:",
@@ -145,8 +142,7 @@ fn docker(restrictions: &[Restriction], facts: &HostFacts) -> Remedy {
 }
 
 fn podman(restrictions: &[Restriction]) -> Remedy {
-    let options = restrictions.iter().map(|r| r.podman);
-    let options: Vec<String> = options.map(|o| format!("--security-opt {o}")).collect();
+    let options = security_options(restrictions, "unmask=ALL");
     Remedy::untried(
         "Start the container so, and Fumehood in it as a plain user (a rootless container's root does not have \
          the uids that root's Fumehood leases):",
@@ -170,8 +166,7 @@ fn kubernetes(restrictions: &[Restriction], facts: &HostFacts) -> Remedy {
     if masked {
         lines.push("      procMount: Unmasked");
     }
-    let profiles = restrictions.iter().map(|r| r.kubernetes);
-    lines.extend(profiles.filter(|line| !line.is_empty()));
+    lines.extend(restrictions.iter().filter_map(|r| r.kubernetes));
     Remedy::untried(
         "Add to the pod (its namespace must admit that: Pod Security level `privileged`):",
         &lines,

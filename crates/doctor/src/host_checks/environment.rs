@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 use rustix::process::Resource;
-use sandbox::probe::mechanisms::read_in_time;
+use sandbox::probe::mechanisms::output_in_time;
 use sandbox::spec::{Enforcement, LimitName};
 
 use super::host_facts::read_text;
@@ -16,7 +16,6 @@ use engine::workspace::uid_pool::{self, UidLease};
 
 /// How long to wait for another program's answer. `getent` may ask a directory service on another machine.
 const ANSWER_WAIT: Duration = Duration::from_millis(400);
-const ANSWER_BYTES_MAX: usize = 64 << 10;
 
 pub fn examine(subject: &Subject, limits: &[Enforcement], lease: LeaseResult<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
@@ -39,26 +38,30 @@ pub fn examine(subject: &Subject, limits: &[Enforcement], lease: LeaseResult<'_>
 /// Checks that the range of uids under which root's analyses run belongs to nobody else.
 fn check_uids(lease: &UidLease) -> Vec<Finding> {
     let range = uid_pool::RANGE;
+    let numbers_of = |line: &str| -> Vec<u64> {
+        let fields = line.split(':').skip(1);
+        fields.filter_map(|n| n.parse().ok()).collect()
+    };
+    let is_account = |line: &str| {
+        let number = line.split(':').nth(2).and_then(|n| n.parse().ok());
+        number.is_some_and(|n: u32| range.contains(&n))
+    };
+    let is_subordinate = |line: &str| match numbers_of(line)[..] {
+        [first, count, ..] => {
+            first < u64::from(range.end) && first.saturating_add(count) > u64::from(range.start)
+        }
+        _ => false,
+    };
     let mut taken = Vec::new();
-    for file in ["/etc/passwd", "/etc/group"] {
-        for line in read_text(file).lines() {
-            let number = line.split(':').nth(2).and_then(|n| n.parse().ok());
-            if number.is_some_and(|n: u32| range.contains(&n)) {
-                taken.push(format!("{file}: {line}"));
-            }
-        }
-    }
-    for file in ["/etc/subuid", "/etc/subgid"] {
-        for line in read_text(file).lines() {
-            let fields = line.split(':').skip(1);
-            let mut numbers = fields.filter_map(|n| n.parse::<u64>().ok());
-            if let (Some(first), Some(count)) = (numbers.next(), numbers.next())
-                && first < u64::from(range.end)
-                && first.saturating_add(count) > u64::from(range.start)
-            {
-                taken.push(format!("{file}: {line}"));
-            }
-        }
+    for (file, is_taken) in [
+        ("/etc/passwd", &is_account as &dyn Fn(&str) -> bool),
+        ("/etc/group", &is_account),
+        ("/etc/subuid", &is_subordinate),
+        ("/etc/subgid", &is_subordinate),
+    ] {
+        let text = read_text(file);
+        let lines = text.lines().filter(|line| is_taken(line));
+        taken.extend(lines.map(|line| format!("{file}: {line}")));
     }
     // Ask the C library too: LDAP and other directory services have accounts that no file lists.
     let uid = lease.uid.to_string();
@@ -228,23 +231,13 @@ fn list_interpreters() -> Finding {
 /// Runs a small system program and returns what it prints if it succeeds, within a bound of time and size. The program
 /// gets an empty environment but for PATH and the locale that every analysis gets.
 fn run_program(program: &str, args: &[&str]) -> Option<String> {
-    let mut child = Command::new(program)
+    let mut command = Command::new(program);
+    command
         .args(args)
         .env_clear()
         .env("PATH", "/usr/bin:/bin")
-        .env("LC_ALL", "C.UTF-8")
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .ok()?;
-    let stdout = child.stdout.take();
-    let answer = stdout.and_then(|o| read_in_time(o, ANSWER_WAIT, ANSWER_BYTES_MAX).ok());
-    if answer.is_none() {
-        // It may have ended by itself.
-        let _ = child.kill();
-    }
-    let status = child.wait().ok()?;
-    let answer = answer.filter(|_| status.success())?;
+        .env("LC_ALL", "C.UTF-8");
+    let output = output_in_time(&mut command, ANSWER_WAIT).ok()?;
+    let answer = output.status.success().then_some(output.stdout)?;
     Some(String::from_utf8_lossy(&answer).into_owned())
 }

@@ -28,11 +28,11 @@ use sandbox::probe::mechanisms::{self, Mechanism, MechanismResult, MechanismVerd
 use sandbox::spec::{ConfinementLevel, Enforcement, Layer, LimitName, WorkspaceKind};
 use serde::Serialize;
 
-pub use cause::describe_errno;
 use engine::plan::limits::error_chain;
 use engine::request::RequestedLimits;
 use engine::workspace::uid_pool::{UidLease, UidLeaseError};
 pub use host_facts::HostFacts;
+pub use sandbox::probe::{describe_errno, errno_name};
 
 /// The binary that is executed as the launcher and to try the mechanisms: this one.
 const LAUNCHER: &str = "/proc/self/exe";
@@ -334,7 +334,7 @@ fn check_confinement(
         // The checks of the limits report whether a cgroup can be made.
         missing.retain(|l| *l != Layer::Cgroup && level.layers.iter().all(|e| e.layer != *l));
         if !missing.is_empty() {
-            let missing: Vec<String> = missing.into_iter().map(layer_name).collect();
+            let missing: Vec<&str> = missing.into_iter().map(Layer::as_str).collect();
             let text = format!(
                 "the operator's policy requires what this host does not give to this user: {}",
                 missing.join(", ")
@@ -348,44 +348,6 @@ fn check_confinement(
 fn join_paths(paths: &[PathBuf], separator: &str) -> String {
     let paths: Vec<String> = paths.iter().map(|p| p.display().to_string()).collect();
     paths.join(separator)
-}
-
-/// Returns the name of a layer in documents.
-pub fn layer_name(layer: Layer) -> String {
-    let name = serde_json::to_value(layer).ok();
-    name.and_then(|v| v.as_str().map(str::to_owned))
-        .unwrap_or_default()
-}
-
-/// Returns the symbolic name of an errno.
-pub fn errno_name(errno: i32) -> Option<&'static str> {
-    use rustix::io::Errno;
-    let known = [
-        (Errno::PERM, "EPERM"),
-        (Errno::NOENT, "ENOENT"),
-        (Errno::INTR, "EINTR"),
-        (Errno::IO, "EIO"),
-        (Errno::AGAIN, "EAGAIN"),
-        (Errno::NOMEM, "ENOMEM"),
-        (Errno::ACCESS, "EACCES"),
-        (Errno::BUSY, "EBUSY"),
-        (Errno::EXIST, "EEXIST"),
-        (Errno::XDEV, "EXDEV"),
-        (Errno::NODEV, "ENODEV"),
-        (Errno::NOTDIR, "ENOTDIR"),
-        (Errno::INVAL, "EINVAL"),
-        (Errno::MFILE, "EMFILE"),
-        (Errno::NOSPC, "ENOSPC"),
-        (Errno::ROFS, "EROFS"),
-        (Errno::NOSYS, "ENOSYS"),
-        (Errno::LOOP, "ELOOP"),
-        (Errno::OPNOTSUPP, "EOPNOTSUPP"),
-        (Errno::USERS, "EUSERS"),
-        (Errno::DQUOT, "EDQUOT"),
-        (Errno::SRCH, "ESRCH"),
-    ];
-    let found = known.iter().find(|(e, _)| e.raw_os_error() == errno);
-    found.map(|(_, name)| *name)
 }
 
 /// Returns the Landlock ABI, if the trial showed that Landlock refuses something.

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
 use crate::sys::Arg::{Bytes, Number, Text};
-use crate::sys::{Call, ForkSide, attempt};
+use crate::sys::{Call, attempt};
 
 /// Makes the kernel send SIGALRM to this process after `seconds`.
 pub fn alarm(seconds: u64) -> io::Result<()> {
@@ -71,30 +71,5 @@ impl OpenQueue {
         let length = Number(into.len() as i64);
         let args = &mut [Number(self.0), Bytes(into), length];
         attempt(Call::MQ_RECEIVE, args).map(|n| n as usize)
-    }
-}
-
-/// Forks with clone into new namespaces.
-pub fn clone_into(namespaces: libc::c_int) -> io::Result<ForkSide> {
-    let flags = Number((namespaces | libc::SIGCHLD).into());
-    attempt(Call::CLONE, &mut [flags]).map(fork_side)
-}
-
-/// Forks with clone3 into new namespaces.
-pub fn clone3_into(namespaces: libc::c_int) -> io::Result<ForkSide> {
-    // struct clone_args has eight fields: the flags are the first, the exit signal is the fifth.
-    let mut args = [0u8; 64];
-    args[..4].copy_from_slice(&namespaces.to_ne_bytes());
-    args[32..36].copy_from_slice(&libc::SIGCHLD.to_ne_bytes());
-    let args = &mut [Bytes(&mut args), Number(64)];
-    attempt(Call::CLONE3, args).map(fork_side)
-}
-
-fn fork_side(pid: i64) -> ForkSide {
-    match pid {
-        0 => ForkSide::Child,
-        child => ForkSide::Parent {
-            child: child as i32,
-        },
     }
 }

@@ -16,7 +16,7 @@ use super::{AttackAim, AttackResult, Attempts, LINKED_NAME_PREFIX, c_string, ref
 use crate::sys::{self, Arg, Call};
 
 /// Attempts the attack on every target. Each target is another path to the same file.
-fn try_each_path(
+pub fn try_each_path(
     aim: &AttackAim<'_>,
     mut attempt: impl FnMut(&Path) -> AttackResult,
 ) -> AttackResult {

@@ -2,15 +2,15 @@
 //! it in the unconfined control. Every process that an attack starts dies with its parent, except the daemons, which
 //! are meant to stay and exit after a minute.
 
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal, WaitOptions};
 use rustix::thread::CpuSet;
 
-use super::{AttackAim, AttackFailure, AttackResult, errno_name, print_unbuffered, refused};
-use crate::sys::{self, ForkSide};
+use super::{AttackAim, AttackResult, errno_name, print_unbuffered, refused};
+use crate::sys;
 
 /// How long an attack must hold a resource to count as successful: a watch that checks ten times a second has checked
 /// by then.
@@ -29,19 +29,16 @@ const SLOW_CHILD_MAPS: usize = 1 << 30;
 const DAEMON_LIFETIME: Duration = Duration::from_secs(60);
 
 /// Starts a process that dies with this one.
-fn start_child(act: impl FnOnce()) -> Result<Option<Pid>, AttackFailure> {
+fn start_child(act: impl FnOnce()) -> io::Result<Pid> {
     let parent = rustix::process::getpid();
-    match sys::fork_threaded()? {
-        ForkSide::Parent { child } => Ok(Pid::from_raw(child)),
-        ForkSide::Child => {
-            let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
-            // The parent may have died before the death signal was set.
-            if rustix::process::getppid() == Some(parent) {
-                act();
-            }
-            sys::exit_now(0)
+    sys::fork_and_run(|| {
+        let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+        // The parent may have died before the death signal was set.
+        if rustix::process::getppid() == Some(parent) {
+            act();
         }
-    }
+        0
+    })
 }
 
 /// Kills the children, and returns how many of them others had ended before.
@@ -61,7 +58,7 @@ pub fn fork(_aim: &AttackAim<'_>) -> AttackResult {
     let mut failure = None;
     while children.len() < PROCESSES && failure.is_none() {
         match start_child(|| std::thread::sleep(DAEMON_LIFETIME)) {
-            Ok(child) => children.extend(child),
+            Ok(child) => children.push(child),
             Err(stopped) => failure = Some(stopped),
         }
     }
@@ -70,7 +67,7 @@ pub fn fork(_aim: &AttackAim<'_>) -> AttackResult {
     }
     let (ended, count) = (end_children(&children), children.len());
     match failure {
-        Some(failure) => refused(format!("{} after {count} processes", failure.reason())),
+        Some(failure) => refused(format!("{} after {count} processes", errno_name(&failure))),
         None if ended > 0 => refused(format!("{ended} of {count} were ended")),
         None => Ok(format!("{count} processes at once")),
     }
@@ -82,7 +79,7 @@ pub fn memory(_aim: &AttackAim<'_>) -> AttackResult {
     let mut children = Vec::new();
     for _ in 0..MEMORY_SHARES {
         let mut theirs = theirs.try_clone()?;
-        children.extend(start_child(move || {
+        children.push(start_child(move || {
             // Not zero: a zeroed vector leaves its pages untouched, and they use no memory.
             let memory = vec![1u8; MEMORY_SHARE_BYTES];
             let _ = theirs.write_all(&memory[..1]);
@@ -121,7 +118,7 @@ pub fn oom_loop(aim: &AttackAim<'_>) -> AttackResult {
             std::thread::sleep(hold_time / OOM_CHILDREN);
             drop(memory);
         })?;
-        let ended = rustix::process::waitpid(child, WaitOptions::empty())?;
+        let ended = rustix::process::waitpid(Some(child), WaitOptions::empty())?;
         killed += u32::from(ended.is_some_and(|(_, status)| status.signaled()));
     }
     if killed > 0 {
@@ -167,22 +164,29 @@ pub fn log(aim: &AttackAim<'_>) -> AttackResult {
 
 /// Leaves the process group, the session and the parent, blocks every signal that can be blocked, and stays.
 pub fn daemon(_aim: &AttackAim<'_>) -> AttackResult {
-    match sys::fork_threaded()? {
-        ForkSide::Parent { .. } => {
-            print_unbuffered("holding\n");
-            std::thread::sleep(DAEMON_LIFETIME);
-            Ok("was not stopped".into())
-        }
-        ForkSide::Child => {
+    sys::fork_and_run(|| {
+        let _ = rustix::process::setsid();
+        let _ = sys::block_signals(None);
+        let _ = sys::fork_and_run(|| {
             let _ = rustix::process::setsid();
-            let _ = sys::block_signals(None);
-            if let Ok(ForkSide::Child) = sys::fork_threaded() {
-                let _ = rustix::process::setsid();
-                std::thread::sleep(DAEMON_LIFETIME);
-            }
-            sys::exit_now(0)
-        }
-    }
+            sleep_for_life()
+        });
+        0
+    })?;
+    stay()
+}
+
+/// What a daemon does.
+fn sleep_for_life() -> i32 {
+    std::thread::sleep(DAEMON_LIFETIME);
+    0
+}
+
+/// Tells the caller that the processes have started, and stays beside them.
+fn stay() -> AttackResult {
+    print_unbuffered("holding\n");
+    sleep_for_life();
+    Ok("was not stopped".into())
 }
 
 /// Starts processes that take the kernel long to end: each has many page tables, and all are on one CPU.
@@ -196,17 +200,10 @@ pub fn slow_death(_aim: &AttackAim<'_>) -> AttackResult {
     }
     sys::fill_page_tables(SLOW_CHILD_MAPS)?;
     for _ in 0..SLOW_CHILDREN {
-        match sys::fork_threaded() {
-            Ok(ForkSide::Parent { .. }) => {}
-            Ok(ForkSide::Child) => {
-                std::thread::sleep(DAEMON_LIFETIME);
-                sys::exit_now(0)
-            }
-            // The process limit may also count other processes of the user. Fewer children suffice.
-            Err(_) => break,
+        // The process limit may also count other processes of the user. Fewer children suffice.
+        if sys::fork_and_run(sleep_for_life).is_err() {
+            break;
         }
     }
-    print_unbuffered("holding\n");
-    std::thread::sleep(DAEMON_LIFETIME);
-    Ok("was not stopped".into())
+    stay()
 }

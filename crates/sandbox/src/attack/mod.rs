@@ -30,7 +30,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, WaitOptions};
 
 use self::promises::{ACTS, Act};
-use crate::sys::{self, ForkSide};
+use crate::sys;
 
 /// The first argument that makes this binary the attacker, or one of its victims.
 pub const ARGUMENT: &str = "__attack";
@@ -40,7 +40,7 @@ pub const RUN_ATTACKS: &str = "strike";
 /// controls.
 pub const RUN_ATTACKS_PRIVILEGED: &str = "strike-privileged";
 /// Separates the targets of an attack that has several.
-pub const TARGET_SEPARATOR: u8 = b'|';
+const TARGET_SEPARATOR: u8 = b'|';
 /// In place of a pid: the attacker's parent, which inside the sandbox is init or the guardian.
 pub const PARENT_TARGET: &str = "parent";
 
@@ -175,19 +175,14 @@ fn run_attacks(words: &[OsString]) -> io::Result<()> {
 /// Runs an attack in a child process: some refusals kill the process that tries, and must not stop the other attacks.
 fn run_in_child(act: &Act, aim: &AttackAim<'_>) -> io::Result<()> {
     let name = act.name;
-    let child = match sys::fork_threaded()? {
-        ForkSide::Child => {
-            // Without the alarm the attack merely has no time bound of its own.
-            let _ = calls::alarm(ATTACK_SECONDS_MAX);
-            print_unbuffered(&result_line(name, (act.attack)(aim)));
-            sys::exit_now(0)
-        }
-        ForkSide::Parent { child } => Pid::from_raw(child),
-    };
-    let Some((_, status)) = rustix::process::waitpid(child, WaitOptions::empty())? else {
-        return Ok(());
-    };
-    match status.terminating_signal() {
+    let child = sys::fork_and_run(|| {
+        // Without the alarm the attack merely has no time bound of its own.
+        let _ = calls::alarm(ATTACK_SECONDS_MAX);
+        print_unbuffered(&result_line(name, (act.attack)(aim)));
+        0
+    })?;
+    let waited = rustix::process::waitpid(Some(child), WaitOptions::empty())?;
+    match waited.and_then(|(_, status)| status.terminating_signal()) {
         Some(n) if n == Signal::ALARM.as_raw() => print_unbuffered(&format!(
             "unable {name} no answer within {ATTACK_SECONDS_MAX} s\n"
         )),
@@ -250,10 +245,15 @@ impl Attempts {
 
     /// Reports all ways that succeeded, or all refusals.
     fn result(self) -> AttackResult {
-        match self.successes.is_empty() {
-            false => Ok(self.successes.join("; ")),
-            true => refused(self.refusals.join(", ")),
-        }
+        all_or(self.successes, self.refusals.join(", "))
+    }
+}
+
+/// Reports everything that was achieved, or why nothing was.
+fn all_or(achieved: Vec<String>, why_not: impl Into<String>) -> AttackResult {
+    match achieved.is_empty() {
+        false => Ok(achieved.join("; ")),
+        true => refused(why_not),
     }
 }
 
@@ -261,37 +261,9 @@ fn c_string(bytes: &[u8]) -> Result<CString, AttackFailure> {
     CString::new(bytes).or_else(|_| unable("a target contains a NUL byte"))
 }
 
-/// Returns the errno's usual name, for the errnos that matter here.
 fn errno_name(error: &io::Error) -> String {
-    use rustix::io::Errno;
-    let names = [
-        (Errno::ACCESS, "EACCES"),
-        (Errno::AFNOSUPPORT, "EAFNOSUPPORT"),
-        (Errno::AGAIN, "EAGAIN"),
-        (Errno::BADF, "EBADF"),
-        (Errno::CONNREFUSED, "ECONNREFUSED"),
-        (Errno::EXIST, "EEXIST"),
-        (Errno::FAULT, "EFAULT"),
-        (Errno::INVAL, "EINVAL"),
-        (Errno::IO, "EIO"),
-        (Errno::NETUNREACH, "ENETUNREACH"),
-        (Errno::NOENT, "ENOENT"),
-        (Errno::NOMEM, "ENOMEM"),
-        (Errno::NOSPC, "ENOSPC"),
-        (Errno::NOSYS, "ENOSYS"),
-        (Errno::NOTTY, "ENOTTY"),
-        (Errno::NXIO, "ENXIO"),
-        (Errno::OPNOTSUPP, "EOPNOTSUPP"),
-        (Errno::PERM, "EPERM"),
-        (Errno::PROTONOSUPPORT, "EPROTONOSUPPORT"),
-        (Errno::ROFS, "EROFS"),
-        (Errno::SRCH, "ESRCH"),
-        (Errno::XDEV, "EXDEV"),
-    ];
-    let known = names
-        .iter()
-        .find(|(e, _)| error.raw_os_error() == Some(e.raw_os_error()));
-    known.map_or_else(|| error.to_string(), |(_, name)| (*name).to_owned())
+    let name = error.raw_os_error().and_then(crate::probe::errno_name);
+    name.map_or_else(|| error.to_string(), str::to_owned)
 }
 
 #[cfg(test)]

@@ -11,7 +11,6 @@ use std::time::Duration;
 use rustix::fs::{CWD, FileType, Mode};
 use rustix::mount::{FsOpenFlags, MountFlags, OpenTreeFlags, UnmountFlags};
 
-use super::calls;
 use super::{AttackAim, AttackResult, Attempts, c_string, refused, unable};
 use crate::sys::Arg::{Bytes, Number, Text};
 use crate::sys::{self, Call, ForkSide};
@@ -92,8 +91,8 @@ pub fn user_namespace(_aim: &AttackAim<'_>) -> AttackResult {
     };
     let namespace = libc::CLONE_NEWUSER;
     Attempts::default()
-        .add("clone", "made", made(calls::clone_into(namespace)))
-        .add("clone3", "made", made(calls::clone3_into(namespace)))
+        .add("clone", "made", made(sys::clone_into(namespace)))
+        .add("clone3", "made", made(sys::clone3_into(namespace)))
         .add("unshare", "entered", sys::unshare(namespace))
         .result()
 }

@@ -9,8 +9,8 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, Signal
 
 use super::calls::{self, OpenQueue};
 use super::{
-    ATTACKER_PARENT, AttackAim, AttackFailure, AttackResult, Attempts, PARENT_TARGET, c_string,
-    refused, unable,
+    ATTACKER_PARENT, AttackAim, AttackFailure, AttackResult, Attempts, PARENT_TARGET, all_or,
+    c_string, refused, unable,
 };
 use crate::sys::{self, Arg, Call};
 
@@ -76,22 +76,14 @@ pub fn signal_holder(aim: &AttackAim<'_>) -> AttackResult {
     let pid = parse_target(aim.target.as_bytes())?;
     let mut sent = Vec::new();
     let mut last = String::new();
-    for signal in [
-        SIGNAL,
-        Signal::TERM,
-        Signal::HUP,
-        Signal::STOP,
-        Signal::KILL,
-    ] {
+    let rest = [Signal::TERM, Signal::HUP, Signal::STOP, Signal::KILL];
+    for signal in [SIGNAL].into_iter().chain(rest) {
         match send(pid, signal) {
             Ok(how) => sent.push(format!("signal {} {how}", signal.as_raw())),
             Err(failure) => last = failure.reason(),
         }
     }
-    match sent.is_empty() {
-        false => Ok(sent.join("; ")),
-        true => refused(last),
-    }
+    all_or(sent, last)
 }
 
 /// Makes the kernel send the signal when a pipe becomes readable.
@@ -191,10 +183,7 @@ pub fn memory(aim: &AttackAim<'_>) -> AttackResult {
             Err(failure) => refusals.push(format!("{}: {}", pid.as_raw_pid(), failure.reason())),
         }
     }
-    match successes.is_empty() {
-        false => Ok(successes.join("; ")),
-        true => refused(refusals.join("; ")),
-    }
+    all_or(successes, refusals.join("; "))
 }
 
 /// Limits or slows another process, which can halt it without a signal.

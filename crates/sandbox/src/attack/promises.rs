@@ -23,6 +23,7 @@ pub enum PromiseStatus {
 }
 
 impl PromiseStatus {
+    /// Returns whether the act fails.
     pub fn is_kept(self) -> bool {
         !matches!(self, PromiseStatus::NotKept(_))
     }
@@ -30,6 +31,7 @@ impl PromiseStatus {
 
 /// One act, the promise that it would break, and its status at level `landlock`.
 pub struct Act {
+    /// The promise, such as `P2`.
     pub promise: &'static str,
     /// The attack's name.
     pub name: &'static str,

@@ -14,7 +14,10 @@ use rustix::net::{
 };
 
 use super::calls;
-use super::{AttackAim, AttackResult, Attempts, SECRET_PREFIX, SECRET_VARIABLE, refused, unable};
+use super::files::try_each_path;
+use super::{
+    AttackAim, AttackResult, Attempts, SECRET_PREFIX, SECRET_VARIABLE, all_or, refused, unable,
+};
 
 /// Sends the first bytes of a PostgreSQL client, then the mark.
 fn send_greeting(mut stream: impl Write, mark: &str) -> io::Result<()> {
@@ -29,12 +32,10 @@ pub fn tcp(aim: &AttackAim<'_>) -> AttackResult {
 }
 
 pub fn path_socket(aim: &AttackAim<'_>) -> AttackResult {
-    let mut attempts = Attempts::default();
-    for path in aim.paths() {
-        let sent = UnixStream::connect(path).and_then(|stream| send_greeting(stream, aim.mark));
-        attempts = attempts.add(&path.display().to_string(), "connected", sent);
-    }
-    attempts.result()
+    try_each_path(aim, |path| {
+        send_greeting(UnixStream::connect(path)?, aim.mark)?;
+        Ok("connected".into())
+    })
 }
 
 pub fn abstract_socket(aim: &AttackAim<'_>) -> AttackResult {
@@ -250,10 +251,7 @@ pub fn inherited(_aim: &AttackAim<'_>) -> AttackResult {
         let secret = planted_secret(&content[..length]);
         found.extend(secret.map(|text| format!("{number} holds {text}")));
     }
-    match found.is_empty() {
-        false => Ok(found.join("; ")),
-        true => refused("no descriptor leads to a file"),
-    }
+    all_or(found, "no descriptor leads to a file")
 }
 
 /// Searches the attacker's own environment, and that of every process it can inspect.
@@ -269,8 +267,5 @@ pub fn environment(_aim: &AttackAim<'_>) -> AttackResult {
         let secrets = values.filter_map(planted_secret);
         found.extend(secrets.map(|value| format!("{}: {value}", entry.path().display())));
     }
-    match found.is_empty() {
-        false => Ok(found.join("; ")),
-        true => refused("found in no environment"),
-    }
+    all_or(found, "found in no environment")
 }

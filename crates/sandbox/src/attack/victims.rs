@@ -76,6 +76,7 @@ pub struct Segment {
 }
 
 impl Segment {
+    /// Makes a segment, and attaches this process to it.
     pub fn make() -> io::Result<Segment> {
         const PRIVATE: i64 = 0;
         let id = sys::attempt(Call::SHMGET, &mut [PRIVATE, 4096, 0o666].map(Number))?;
@@ -89,6 +90,7 @@ impl Segment {
         Ok(segment)
     }
 
+    /// Returns the number by which any process may try to attach.
     pub fn id(&self) -> i64 {
         self.id
     }
@@ -117,6 +119,7 @@ pub struct Queue {
 }
 
 impl Queue {
+    /// Makes an empty queue. Fails if one has that name.
     pub fn make(name: &str) -> io::Result<Queue> {
         let name = CString::new(name)?;
         let flags = libc::O_RDONLY | libc::O_CREAT | libc::O_EXCL;

@@ -2,12 +2,12 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use rustix::process::{DumpableBehavior, Signal};
+use rustix::process::DumpableBehavior;
 
 use super::mounts::{self, views};
 use super::namespaces::{self, EarlySandbox, Network};
 use super::program::{ChildLinks, become_program};
-use super::stdio;
+use super::{die_with_parent, stdio};
 use crate::channel::{self, InitCommand, SandboxReport, Wait};
 use crate::confine::capabilities::{self, Bounding};
 use crate::confine::landlock;
@@ -74,7 +74,7 @@ pub(super) fn set_up_init(
     }
 
     // Nothing below needs the host's root. A change of credentials clears the parent death signal, so set it again.
-    namespaces::become_leased(spec, report)?;
+    namespaces::leave_root(spec, report)?;
     die_with_parent()?;
     let inside = InsideDescriptors {
         workspace: Some(root.workspace),
@@ -99,7 +99,7 @@ pub(super) fn set_up_guardian(
     sys::block_signals(None).doing("block signals")?;
     rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
         .doing("become the parent of orphans")?;
-    namespaces::become_leased(spec, report)?;
+    namespaces::leave_root(spec, report)?;
     capabilities::drop_capabilities(Bounding::of(spec))?;
     let workspace = descriptors.workspace.take();
     if let Some(workspace) = &workspace {
@@ -275,9 +275,4 @@ fn build_filter(plan: &LaunchPlan, watch_tid: Option<u32>) -> Vec<Instruction> {
             },
         },
     })
-}
-
-pub(super) fn die_with_parent() -> Result<(), LaunchStepError> {
-    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
-        .doing("ask to die with the runner")
 }

@@ -5,7 +5,8 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::{Mode, OFlags};
 
-use super::init_setup::{die_with_parent, set_up_guardian, set_up_init};
+use super::die_with_parent;
+use super::init_setup::{set_up_guardian, set_up_init};
 use super::namespaces::{self, EarlyResult};
 use crate::channel::{self, SandboxReport, Wait};
 use crate::confine::landlock;
@@ -52,7 +53,7 @@ fn take_socket() -> io::Result<OwnedFd> {
     sys::close_from(3)?;
     let socket = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
     rustix::net::sockopt::socket_type(&socket)?;
-    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    let null = sys::open("/dev/null", OFlags::RDWR)?;
     sys::place_descriptor(null.as_fd(), 0)?;
     Ok(socket)
 }

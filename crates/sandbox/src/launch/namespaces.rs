@@ -8,7 +8,7 @@
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::OFlags;
 use rustix::process::{DumpableBehavior, Gid, Uid};
 
 use super::mounts::{self, OwnerMaps, PreparedRoot};
@@ -152,14 +152,19 @@ fn enter_now(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchStepError> 
 
 fn map_user(uid: u32, gid: u32, report: &mut Reporter) -> Result<(), LaunchStepError> {
     report.begin_step(LaunchStep::MapUser);
-    write_maps(None, (INSIDE_UID, uid), (INSIDE_GID, gid)).doing("write /proc/self/uid_map")
+    write_maps(None, uid, gid)
 }
 
 /// Writes this process's own maps: one user, one group, and no setgroups.
-fn write_maps(proc: Option<BorrowedFd<'_>>, uid: (u32, u32), gid: (u32, u32)) -> io::Result<()> {
-    procfs::write(proc, "self/setgroups", "deny")?;
-    procfs::write(proc, "self/uid_map", &format!("{} {} 1", uid.0, uid.1))?;
-    procfs::write(proc, "self/gid_map", &format!("{} {} 1", gid.0, gid.1))
+pub fn write_maps(proc: Option<BorrowedFd<'_>>, uid: u32, gid: u32) -> Result<(), LaunchStepError> {
+    for (file, text) in [
+        ("self/setgroups", String::from("deny")),
+        ("self/uid_map", format!("{INSIDE_UID} {uid} 1")),
+        ("self/gid_map", format!("{INSIDE_GID} {gid} 1")),
+    ] {
+        procfs::write(proc, file, &text).step_context(|| format!("write /proc/{file}"))?;
+    }
+    Ok(())
 }
 
 /// For root: makes a user namespace for each owner among the mapped views. The view is mounted through that
@@ -237,34 +242,33 @@ fn fill_owner_map(process: &str, owner: u32, identity: ProgramIdentity) -> io::R
         format!("{base}/gid_map"),
         format!("{UNUSED_GID} {} 1", identity.gid()),
     )?;
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-    Ok(rustix::fs::open(
-        format!("{base}/ns/user"),
-        flags,
-        Mode::empty(),
-    )?)
+    Ok(sys::open(format!("{base}/ns/user"), OFlags::RDONLY)?)
 }
 
-/// As root: becomes the leased uid, and for now keeps the capabilities that the last steps need.
-pub fn become_leased(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchStepError> {
+/// As root: becomes the leased uid. Without root, does nothing.
+pub fn leave_root(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchStepError> {
     let ProgramIdentity::Leased { uid, gid } = spec.identity else {
         return Ok(());
     };
     report.begin_step(LaunchStep::BecomeLeasedUid);
+    become_leased(uid, gid)?;
+    report.add_layer(Layer::LeasedUid, &format!("host uid {uid}"));
+    Ok(())
+}
+
+/// Takes these ids, and for now keeps the capabilities that the last steps need.
+pub fn become_leased(uid: u32, gid: u32) -> Result<(), LaunchStepError> {
     rustix::thread::set_keep_capabilities(true).doing("keep capabilities")?;
     rustix::thread::set_thread_groups(&[]).doing("drop groups")?;
-    let gid = Gid::from_raw(gid);
-    rustix::thread::set_thread_res_gid(gid, gid, gid).doing("set the gid")?;
-    let uid = Uid::from_raw(uid);
-    rustix::thread::set_thread_res_uid(uid, uid, uid).doing("set the uid")?;
+    let group = Gid::from_raw(gid);
+    rustix::thread::set_thread_res_gid(group, group, group)
+        .step_context(|| format!("set the gid to {gid}"))?;
+    let user = Uid::from_raw(uid);
+    rustix::thread::set_thread_res_uid(user, user, user)
+        .step_context(|| format!("set the uid to {uid}"))?;
     let mut sets = rustix::thread::capabilities(None).doing("read capabilities")?;
     sets.effective = sets.permitted;
-    rustix::thread::set_capabilities(None, sets).doing("raise capabilities")?;
-    report.add_layer(
-        Layer::LeasedUid,
-        &format!("host uid {}", spec.identity.uid()),
-    );
-    Ok(())
+    rustix::thread::set_capabilities(None, sets).doing("raise capabilities")
 }
 
 /// Returns the uid and gid that the program sees as its own.
@@ -293,7 +297,7 @@ pub fn enter_inner_user(
         ProgramIdentity::Leased { uid, gid } => (uid, gid),
         ProgramIdentity::Caller { .. } => (INSIDE_UID, INSIDE_GID),
     };
-    write_maps(Some(proc), (INSIDE_UID, uid), (INSIDE_GID, gid)).doing("write the maps")?;
+    write_maps(Some(proc), uid, gid)?;
     procfs::write(Some(proc), "sys/user/max_user_namespaces", "0")
         .doing("forbid further user namespaces")?;
     report.add_layer(Layer::UserNamespace, "owns nothing, may hold no other");

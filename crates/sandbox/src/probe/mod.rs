@@ -37,6 +37,32 @@ pub fn landlock_abi() -> i32 {
     crate::sys::landlock_abi()
 }
 
+/// The errnos that probes and attacks meet.
+#[rustfmt::skip]
+const ERRNO_NAMES: [(i32, &str); 30] = [
+    (libc::EACCES, "EACCES"), (libc::EAFNOSUPPORT, "EAFNOSUPPORT"), (libc::EAGAIN, "EAGAIN"),
+    (libc::EBADF, "EBADF"), (libc::EBUSY, "EBUSY"), (libc::ECONNREFUSED, "ECONNREFUSED"),
+    (libc::EDQUOT, "EDQUOT"), (libc::EEXIST, "EEXIST"), (libc::EFAULT, "EFAULT"),
+    (libc::EINTR, "EINTR"), (libc::EINVAL, "EINVAL"), (libc::EIO, "EIO"),
+    (libc::ELOOP, "ELOOP"), (libc::EMFILE, "EMFILE"), (libc::ENETUNREACH, "ENETUNREACH"),
+    (libc::ENODEV, "ENODEV"), (libc::ENOENT, "ENOENT"), (libc::ENOMEM, "ENOMEM"),
+    (libc::ENOSPC, "ENOSPC"), (libc::ENOSYS, "ENOSYS"), (libc::ENOTDIR, "ENOTDIR"),
+    (libc::ENOTTY, "ENOTTY"), (libc::ENXIO, "ENXIO"), (libc::EOPNOTSUPP, "EOPNOTSUPP"),
+    (libc::EPERM, "EPERM"), (libc::EPROTONOSUPPORT, "EPROTONOSUPPORT"), (libc::EROFS, "EROFS"),
+    (libc::ESRCH, "ESRCH"), (libc::EUSERS, "EUSERS"), (libc::EXDEV, "EXDEV"),
+];
+
+/// Returns the symbolic name of an errno.
+pub fn errno_name(errno: i32) -> Option<&'static str> {
+    let mut names = ERRNO_NAMES.iter();
+    names.find(|(e, _)| *e == errno).map(|(_, name)| *name)
+}
+
+/// Returns the symbolic name of an errno, or its number.
+pub fn describe_errno(errno: i32) -> String {
+    errno_name(errno).map_or_else(|| format!("errno {errno}"), str::to_owned)
+}
+
 /// A uid that owns nothing. A probe runs no program that could use it.
 const NOBODY: u32 = 65_534;
 

@@ -576,7 +576,7 @@ impl Spec {
     }
 
     /// Whether the program has a leased uid.
-    pub fn is_leased(&self) -> bool {
+    pub(crate) fn is_leased(&self) -> bool {
         matches!(self.identity, ProgramIdentity::Leased { .. })
     }
 

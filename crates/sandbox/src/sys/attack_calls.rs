@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::io;
 
-use super::check;
+use super::{ForkSide, check};
 
 /// A system call that an attack makes and that neither std nor rustix wraps. The list is closed, so that the safety
 /// comment in [`attempt`] can cover every call in it.
@@ -66,6 +66,22 @@ pub fn attempt(call: Call, args: &mut [Arg<'_>]) -> io::Result<i64> {
     // and clone without CLONE_VM behaves like fork. No Rust object owns a descriptor that such a call makes; it lives
     // until the process exits.
     check(unsafe { libc::syscall(call.0, a, b, c, d, e, f) })
+}
+
+/// Forks with clone into new namespaces.
+pub fn clone_into(namespaces: libc::c_int) -> io::Result<ForkSide> {
+    let flags = Arg::Number((namespaces | libc::SIGCHLD).into());
+    attempt(Call::CLONE, &mut [flags]).map(ForkSide::of)
+}
+
+/// Forks with clone3 into new namespaces.
+pub fn clone3_into(namespaces: libc::c_int) -> io::Result<ForkSide> {
+    // struct clone_args has eight fields: the flags are the first, the exit signal is the fifth.
+    let mut args = [0u8; 64];
+    args[..4].copy_from_slice(&namespaces.to_ne_bytes());
+    args[32..36].copy_from_slice(&libc::SIGCHLD.to_ne_bytes());
+    let args = &mut [Arg::Bytes(&mut args), Arg::Number(64)];
+    attempt(Call::CLONE3, args).map(ForkSide::of)
 }
 
 /// Maps memory that is never unmapped, writes one page of it, and makes the kernel populate its page tables. All

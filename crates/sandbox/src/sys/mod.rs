@@ -1,6 +1,7 @@
 //! Every raw system call, and the only folder where `unsafe` is allowed.
 //!
-//! It holds only calls that std and rustix lack, each with a thin wrapper. `sys` uses no other module of this crate.
+//! It holds only calls that std and rustix lack, each with a thin wrapper, and the ways to open a file, so that every
+//! descriptor is close-on-exec. `sys` uses no other module of this crate.
 
 #![allow(unsafe_code)]
 
@@ -18,8 +19,11 @@ mod sockets;
 
 #[cfg(target_arch = "x86_64")]
 pub use attack_calls::getpid_i386;
-pub use attack_calls::{Arg, Call, attempt, fill_page_tables};
-pub use descriptors::{close_all_but, close_from, close_on_exec_from, place_descriptor};
+pub use attack_calls::{Arg, Call, attempt, clone_into, clone3_into, fill_page_tables};
+pub use descriptors::{
+    DIRECTORY, close_all_but, close_from, close_on_exec_from, open, open_at, open_for_program,
+    open_resolved, place_descriptor,
+};
 pub use host::{
     loopback_up, make_controlling_terminal, monotonic_us, new_session_keyring, set_terminal_size,
 };
@@ -32,8 +36,8 @@ pub use mount::{
     mount_restrict, set_fs_uid,
 };
 pub use process::{
-    ForkSide, Namespace, Parentage, execve, exit_now, fork, fork_into_group, fork_threaded,
-    set_process_name, unshare,
+    ForkSide, Namespace, Parentage, execve, exit_now, fork, fork_and_run, fork_into_group,
+    fork_threaded, set_process_name, unshare,
 };
 pub use quota::{
     PROJECT_INHERIT, QuotaBlock, file_attributes, project_quota, set_file_attributes,

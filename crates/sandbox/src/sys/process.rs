@@ -4,6 +4,8 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use rustix::process::Pid;
+
 use super::check;
 
 /// Which side of a fork this is.
@@ -13,7 +15,7 @@ pub enum ForkSide {
 }
 
 impl ForkSide {
-    fn of(pid: libc::c_long) -> ForkSide {
+    pub(super) fn of(pid: libc::c_long) -> ForkSide {
         match pid {
             0 => ForkSide::Child,
             child => ForkSide::Parent {
@@ -109,6 +111,16 @@ pub fn fork_threaded() -> io::Result<ForkSide> {
     // SAFETY: the child runs only code of ours that takes no lock that another thread could hold at the time of the
     // fork, except the allocator's, which the C library's fork leaves unlocked in the child.
     check(unsafe { libc::fork() } as libc::c_long).map(ForkSide::of)
+}
+
+/// As [`fork_threaded`], with a child that runs `act` and exits with the code that it returns.
+pub fn fork_and_run(act: impl FnOnce() -> i32) -> io::Result<Pid> {
+    match fork_threaded()? {
+        ForkSide::Child => exit_now(act()),
+        ForkSide::Parent { child } => {
+            Ok(Pid::from_raw(child).expect("fork gives the parent the pid of the child"))
+        }
+    }
 }
 
 fn assert_single_threaded() -> io::Result<()> {

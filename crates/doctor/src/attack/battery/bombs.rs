@@ -1,5 +1,7 @@
 //! Acts that take too much of a resource, each in a run whose limit is far below what the act takes unconfined.
 
+use std::panic::resume_unwind;
+
 use sandbox::attack::RUN_ATTACKS;
 
 use super::super::attack_output::{ActResult, AttackOutput};
@@ -21,6 +23,7 @@ const LOG_LIMIT: [&str; 2] = ["--log-limit", "64K"];
 /// Far above that limit, and below what the act prints.
 const LOG_TOO_LARGE: usize = 1 << 20;
 const TAKES_MEMORY: [&str; 2] = ["memory_bomb", "oom_loop"];
+const TOO_LITTLE_MEMORY: &str = "too little memory is free here to try";
 const SLOW_DEATH: &str = "slow_death";
 /// On a slow host the act may not be ready at the deadline. What it has made by then takes as long to die.
 const SLOW_DEATH_FOR: [&str; 6] = ["--timeout", "2s", "--grace", "0s", "--cpus", "1"];
@@ -28,15 +31,12 @@ const SLOW_DEATH_FOR: [&str; 6] = ["--timeout", "2s", "--grace", "0s", "--cpus",
 /// What a thread of the battery does.
 type Job<'a, T> = Box<dyn FnOnce() -> Result<T, AttackError> + Send + 'a>;
 
-/// Does the jobs at the same time, because they mostly wait. Each has the name of its act.
-fn run_together<T: Send>(jobs: Vec<(&'static str, Job<'_, T>)>) -> Result<Vec<T>, AttackError> {
+/// Does the jobs at the same time, because they mostly wait.
+fn run_together<T: Send>(jobs: Vec<Job<'_, T>>) -> Result<Vec<T>, AttackError> {
     std::thread::scope(|scope| {
-        let start = |(act, job)| (act, scope.spawn(job));
-        let started: Vec<_> = jobs.into_iter().map(start).collect();
-        let results = started.into_iter().map(|(act, thread)| {
-            let panicked = |_| Err(AttackError::ThreadPanicked { act });
-            thread.join().unwrap_or_else(panicked)
-        });
+        let started: Vec<_> = jobs.into_iter().map(|job| scope.spawn(job)).collect();
+        let results = started.into_iter().map(|thread| thread.join());
+        let results = results.map(|result| result.unwrap_or_else(|panic| resume_unwind(panic)));
         results.collect()
     })
 }
@@ -50,8 +50,8 @@ impl Battery<'_> {
         let project = self.confined.project.clone();
         let slow = || testbed.finish_run(testbed.run(&project, &options, &words));
         let slow_control = || control_outlives_parent(testbed, SLOW_DEATH);
-        let mut controls: Vec<(_, Job<'_, _>)> = vec![(SLOW_DEATH, Box::new(slow_control))];
-        let mut confined: Vec<(_, Job<'_, _>)> = vec![(SLOW_DEATH, Box::new(slow))];
+        let mut controls: Vec<Job<'_, _>> = vec![Box::new(slow_control)];
+        let mut confined: Vec<Job<'_, _>> = vec![Box::new(slow)];
         for (act, limit, _) in BOMBS {
             let dir = self.control.workspace.join(act);
             make_dir(&dir, 0o755)?;
@@ -60,13 +60,11 @@ impl Battery<'_> {
             let fits = !TAKES_MEMORY.contains(&act) || has_free_memory();
             let control = move || match fits {
                 true => Ok(AttackOutput::new(&testbed.finish(command)?.stdout).outcome(act)),
-                false => Ok(ActResult::Unable(
-                    "too little memory is free here to try".into(),
-                )),
+                false => Ok(ActResult::Unable(TOO_LITTLE_MEMORY.into())),
             };
-            controls.push((act, Box::new(control)));
+            controls.push(Box::new(control));
             let command = self.confined(&limit, &[act]);
-            confined.push((act, Box::new(move || testbed.finish_run(command))));
+            confined.push(Box::new(move || testbed.finish_run(command)));
         }
         let mut controls = run_together(controls)?;
         let mut confined = run_together(confined)?;

@@ -8,8 +8,6 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use sandbox::attack::{
@@ -21,11 +19,11 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::attack_output::{ActResult, AttackOutput};
-use super::error::AttackError;
+use super::error::{AttackError, OperationContext};
 use super::targets::{TargetSet, TargetSide, contains};
 use super::testbed::{
-    BatteryProcess, ConfinedRun, Testbed, kill_survivors, make_dir, open_terminal, processes_with,
-    random_word,
+    BatteryProcess, ConfinedRun, ProcessOutput, Testbed, kill_survivors, make_dir, open_terminal,
+    processes_with, random_word,
 };
 
 /// Acts with runs of their own; all others share one run.
@@ -239,9 +237,9 @@ impl Battery<'_> {
             std::fs::metadata(path).is_ok_and(|m| m.uid() == 0 && m.mode() & 0o4001 == 0o4001)
         };
         let Some(program) = SET_USER_ID_PROGRAMS.iter().find(gains) else {
-            let none =
-                || ActResult::Unable("this host has no set-user-id program that we know".into());
-            self.record(act, none(), none());
+            let none = "this host has no set-user-id program that we know";
+            let none = ActResult::Unable(none.into());
+            self.record(act, none.clone(), none);
             return Ok(());
         };
         let words = |targets: &TargetSet| attack_words(&targets.mark, act, program);
@@ -249,15 +247,14 @@ impl Battery<'_> {
         if rustix::process::geteuid().is_root() {
             command.uid(NOBODY).gid(NOBODY);
         }
-        let watch = SetUserIdWatch::start(&self.control.mark);
-        let attack_output = AttackOutput::new(&self.testbed.finish(command)?.stdout);
-        let control = watch.finish(act, &attack_output);
-        let watch = SetUserIdWatch::start(&self.confined.mark);
+        let (output, seen) = watch_set_user_id(command, &self.control.mark)?;
+        let control = judge_set_user_id(seen, act, &AttackOutput::new(&output.stdout));
         let options = [&["--json", "--db", "none"], &RUN_OPTIONS[..]].concat();
         let words = words(&self.confined);
         let command = self.testbed.run(&self.confined.project, &options, &words);
-        let ran = self.testbed.finish_run(command)?;
-        let inside = watch.finish(act, &AttackOutput::new(&ran.stdout));
+        let (output, seen) = watch_set_user_id(command, &self.confined.mark)?;
+        let ran = ConfinedRun::read(&output)?;
+        let inside = judge_set_user_id(seen, act, &AttackOutput::new(&ran.stdout));
         self.record(act, control, inside);
         Ok(())
     }
@@ -277,7 +274,9 @@ impl Battery<'_> {
                 command.current_dir(dir);
             }
             let (_outer, terminal) = open_terminal()?;
-            let output = BatteryProcess::start_on(command, terminal)?.finish()?;
+            let error = terminal.try_clone().operation("copy a descriptor")?;
+            command.stdin(terminal).stderr(error);
+            let output = BatteryProcess::start_with_own_stderr(command)?.finish()?;
             let mut lines = output.stdout.lines();
             let typed = lines.rfind(|l| l.starts_with(victims::HEARD));
             Ok::<ActResult, AttackError>(match typed {
@@ -340,7 +339,7 @@ impl Battery<'_> {
             // A collector that follows symlinks exports the secret. A collector that counts a hard-linked file once
             // exports too much.
             let done = match act == farm {
-                true => files_containing(&dir, self.control.secret(act))
+                true => files_containing(&dir, &self.control.secret(act))
                     .first()
                     .map(|path| format!("{} leads to the secret", path.display())),
                 false => copies_beyond_count(&dir),
@@ -354,7 +353,7 @@ impl Battery<'_> {
         let options = [&["--json"], &RUN_OPTIONS[..], &OUTPUT_LIMIT].concat();
         let command = self.testbed.run(&self.confined.project, &options, &words);
         let ran = self.testbed.finish_run(command)?;
-        let kept = files_containing(&self.testbed.home(), self.confined.secret(farm));
+        let kept = files_containing(&self.testbed.home(), &self.confined.secret(farm));
         let outputs = ran.record["outputs"].as_array();
         let outputs = outputs.map_or(&[][..], Vec::as_slice);
         let is_link = |output: &&Value| {
@@ -487,45 +486,38 @@ fn output_on_terminal(stdout: &str) -> AttackOutput {
     AttackOutput::new(document["stdout"]["text"].as_str().unwrap_or(stdout))
 }
 
-/// Watches for a set-user-id program with the mark on its command line, and for the uids that it runs under.
-struct SetUserIdWatch {
-    stop: Arc<AtomicBool>,
-    seen: std::thread::JoinHandle<Option<(u32, u32)>>,
+/// What a host sees of a set-user-id program: its real and effective uid, if it ran.
+type SeenIds = Option<(u32, u32)>;
+
+/// Runs an attacker to its end and looks for the set-user-id program with the mark on its command line.
+fn watch_set_user_id(
+    command: Command,
+    mark: &str,
+) -> Result<(ProcessOutput, SeenIds), AttackError> {
+    let mut process = BatteryProcess::start(command)?;
+    let mut seen: SeenIds = None;
+    process.watch(|| {
+        for (pid, words) in processes_with(mark) {
+            let it = words.get(1).is_some_and(|w| w == "--help");
+            if let (true, Some(ids)) = (it, real_and_effective_uid(pid.as_raw_pid())) {
+                // Keep an observation with differing uids: a later one must not hide it.
+                seen = seen
+                    .filter(|(real, effective)| real != effective)
+                    .or(Some(ids));
+            }
+        }
+    });
+    Ok((process.finish()?, seen))
 }
 
-impl SetUserIdWatch {
-    fn start(mark: &str) -> SetUserIdWatch {
-        let stop = Arc::new(AtomicBool::new(false));
-        let (mark, over) = (mark.to_owned(), Arc::clone(&stop));
-        let seen = std::thread::spawn(move || {
-            let mut seen = None;
-            while !over.load(Ordering::Relaxed) {
-                for (pid, words) in processes_with(&mark) {
-                    let it = words.get(1).is_some_and(|w| w == "--help");
-                    if let (true, Some(ids)) = (it, real_and_effective_uid(pid.as_raw_pid())) {
-                        // Keep an observation with differing uids: a later one must not hide it.
-                        seen = seen
-                            .filter(|(real, effective)| real != effective)
-                            .or(Some(ids));
-                    }
-                }
-                std::thread::sleep(Duration::from_millis(10));
-            }
-            seen
-        });
-        SetUserIdWatch { stop, seen }
-    }
-
-    fn finish(self, act: &str, attack_output: &AttackOutput) -> ActResult {
-        self.stop.store(true, Ordering::Relaxed);
-        match self.seen.join().ok().flatten() {
-            Some((real, 0)) if real != 0 => ActResult::Done(format!("uid {real} ran it as root")),
-            Some((_, effective)) => ActResult::Refused(format!("it ran as uid {effective}")),
-            None => match attack_output.answer(act) {
-                Some(refused @ ActResult::Refused(_)) => refused,
-                _ => ActResult::Unable(format!("it was not seen: {}", attack_output.brief(act))),
-            },
-        }
+fn judge_set_user_id(seen: SeenIds, act: &str, attack_output: &AttackOutput) -> ActResult {
+    match seen {
+        Some((real, 0)) if real != 0 => ActResult::Done(format!("uid {real} ran it as root")),
+        Some((_, effective)) => ActResult::Refused(format!("it ran as uid {effective}")),
+        None => match attack_output.answer(act) {
+            Some(refused @ ActResult::Refused(_)) => refused,
+            _ => ActResult::Unable(format!("it was not seen: {}", attack_output.brief(act))),
+        },
     }
 }
 

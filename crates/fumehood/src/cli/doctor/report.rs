@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 
 use doctor::host_checks::{
     Diagnosis, Finding, HostFacts, LevelCheck, Severity, Subject, describe_errno, errno_name,
-    landlock_abi, layer_name,
+    landlock_abi,
 };
 use sandbox::probe::mechanisms::{Mechanism, MechanismResult, MechanismVerdict, Need};
 use sandbox::spec::{ConfinementLevel, Enforcement, Hardness, LimitName};
@@ -143,7 +143,7 @@ fn print_details(out: &mut StdoutWriter, diagnosis: &Diagnosis) -> anyhow::Resul
         )?;
         let mut table = print::Table::new(&[print::Align::Left; 2]);
         for held in &tried.layers {
-            table.row([layer_name(held.layer).replace('_', " "), escape(&held.how)]);
+            table.row([held.layer.as_str().replace('_', " "), escape(&held.how)]);
         }
         table.print(out, "  ")?;
     }

@@ -5,15 +5,15 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::{CWD, Mode};
 use rustix::mount::{MountAttrFlags, MountPropagationFlags, MoveMountFlags, UnmountFlags};
-use rustix::process::{Gid, Uid};
 
-use super::{MechanismVerdict, TrialInputs, TrialResult, in_child, works};
+use super::{MechanismVerdict, TrialInputs, TrialResult, check, in_child, works};
 use crate::confine::capabilities::{self, Bounding};
-use crate::launch::{mounts, namespaces};
+use crate::launch::mounts;
+use crate::launch::namespaces::{become_leased, owner_map, write_maps};
 use crate::layout::{INSIDE_GID, INSIDE_UID};
 use crate::spec::ProgramIdentity;
 use crate::step_report::{LaunchStepError, StepContext};
-use crate::sys::{self, procfs};
+use crate::sys;
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
@@ -31,44 +31,18 @@ fn enter(flags: libc::c_int) -> Result<(), LaunchStepError> {
 fn own_user_namespace() -> Result<(), LaunchStepError> {
     let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
     sys::unshare(libc::CLONE_NEWUSER).doing("unshare the user namespace")?;
-    map_to_inside(uid.as_raw(), gid.as_raw())
-}
-
-fn map_to_inside(uid: u32, gid: u32) -> Result<(), LaunchStepError> {
-    for (file, text) in [
-        ("self/setgroups", String::from("deny")),
-        ("self/uid_map", format!("{INSIDE_UID} {uid} 1")),
-        ("self/gid_map", format!("{INSIDE_GID} {gid} 1")),
-    ] {
-        procfs::write(None, file, &text).step_context(|| format!("write /proc/{file}"))?;
-    }
-    Ok(())
-}
-
-/// As root, becomes the leased uid and keeps the capabilities that a launch still has at that point.
-fn become_leased(uid: u32) -> Result<(), LaunchStepError> {
-    rustix::thread::set_keep_capabilities(true).doing("keep capabilities")?;
-    rustix::thread::set_thread_groups(&[]).doing("drop groups")?;
-    let group = Gid::from_raw(uid);
-    rustix::thread::set_thread_res_gid(group, group, group)
-        .step_context(|| format!("set the gid to {uid}"))?;
-    let user = Uid::from_raw(uid);
-    rustix::thread::set_thread_res_uid(user, user, user)
-        .step_context(|| format!("set the uid to {uid}"))?;
-    let mut sets = rustix::thread::capabilities(None).doing("read capabilities")?;
-    sets.effective = sets.permitted;
-    rustix::thread::set_capabilities(None, sets).doing("raise capabilities")
+    write_maps(None, uid.as_raw(), gid.as_raw())
 }
 
 pub fn user_namespace(inputs: &TrialInputs) -> TrialResult {
     match inputs.leased_uid {
         None => own_user_namespace()?,
         Some(uid) => {
-            become_leased(uid)?;
+            become_leased(uid, uid)?;
             rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::Dumpable)
                 .doing("become dumpable")?;
             sys::unshare(libc::CLONE_NEWUSER).doing("unshare the user namespace")?;
-            map_to_inside(uid, uid)?;
+            write_maps(None, uid, uid)?;
         }
     }
     works("made, one user mapped")
@@ -81,7 +55,7 @@ pub fn inner_user_namespace(inputs: &TrialInputs) -> TrialResult {
     }
     own_user_namespace()?;
     sys::unshare(libc::CLONE_NEWUSER).doing("unshare inside the first")?;
-    map_to_inside(INSIDE_UID, INSIDE_GID)?;
+    write_maps(None, INSIDE_UID, INSIDE_GID)?;
     works("made inside the first")
 }
 
@@ -97,9 +71,10 @@ fn private_mounts() -> Result<(), LaunchStepError> {
 pub fn pid_namespace() -> TrialResult {
     enter(libc::CLONE_NEWPID)?;
     // The child is pid 1 of the new namespace.
-    in_child(|| match rustix::process::getpid().is_init() {
-        true => works("made, its first process is 1"),
-        false => Err(LaunchStepError::new("the child is not the first process")),
+    in_child(|| {
+        let is_first = rustix::process::getpid().is_init();
+        let how = "made, its first process is 1";
+        check(is_first, how, "the child is not the first process")
     })
 }
 
@@ -150,29 +125,27 @@ pub fn read_only_mounts() -> TrialResult {
     let flags = rustix::fs::fstatvfs(&tree)
         .doing("look at the mount")?
         .f_flag;
-    match flags.contains(rustix::fs::StatVfsMountFlags::RDONLY) {
-        true => works("copied and made read-only, with all that is mounted below"),
-        false => Err(LaunchStepError::new("the mount did not become read-only")),
-    }
+    let how = "copied and made read-only, with all that is mounted below";
+    let is_read_only = flags.contains(rustix::fs::StatVfsMountFlags::RDONLY);
+    check(is_read_only, how, "the mount did not become read-only")
 }
 
 pub fn idmapped_mounts(inputs: &TrialInputs) -> TrialResult {
     let Some(uid) = inputs.leased_uid else {
         return Ok(MechanismVerdict::NotUsed);
     };
-    let what = || format!("look at {}", inputs.shown.display());
+    let shown = inputs.shown.display();
+    let what = || format!("look at {shown}");
     let owner = rustix::fs::stat(&inputs.shown).step_context(what)?.st_uid;
-    let map = namespaces::owner_map(owner, ProgramIdentity::Leased { uid, gid: uid })
+    let map = owner_map(owner, ProgramIdentity::Leased { uid, gid: uid })
         .doing("make a user namespace that maps the owner")?;
     private_mounts()?;
-    let what = || format!("show {} with another owner", inputs.shown.display());
+    let what = || format!("show {shown} with another owner");
     let tree = mounts::clone_tree(CWD, inputs.shown.as_os_str()).step_context(what)?;
     sys::mount_idmap(tree.as_fd(), map.as_fd()).step_context(what)?;
     let seen = rustix::fs::fstat(&tree).step_context(what)?.st_uid;
-    match seen == uid {
-        true => works(format!("{} shown as the program's", inputs.shown.display())),
-        false => Err(LaunchStepError::new("the owner is shown as before")),
-    }
+    let how = format!("{shown} shown as the program's");
+    check(seen == uid, how, "the owner is shown as before")
 }
 
 pub fn pivot_root() -> TrialResult {
@@ -188,7 +161,7 @@ pub fn leased_uid(inputs: &TrialInputs) -> TrialResult {
     let Some(uid) = inputs.leased_uid else {
         return Ok(MechanismVerdict::NotUsed);
     };
-    become_leased(uid)?;
+    become_leased(uid, uid)?;
     capabilities::drop_capabilities(Bounding::Dropped)?;
     works(format!("uid {uid}, no capability left"))
 }

@@ -5,12 +5,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
-use rustix::process::{Pid, PidfdFlags, Signal, WaitOptions};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitStatus};
 
-use super::{TrialResult, die_with_parent, reap, works};
+use super::{TrialResult, check, reap, works};
 use crate::channel::{self, Wait};
+use crate::launch::die_with_parent;
 use crate::step_report::{LaunchStepError, StepContext};
-use crate::sys::{self, ForkSide, Instruction, Listener};
+use crate::sys::{self, Instruction, Listener};
 
 /// Checks Landlock's effect, not only its version: an access that was allowed before is refused afterwards.
 pub fn landlock() -> TrialResult {
@@ -21,12 +22,12 @@ pub fn landlock() -> TrialResult {
     let rules = Ruleset::default().handle_access(AccessFs::from_all(ABI::V1));
     let rules = rules.and_then(|r| r.create()).map_err(failed)?;
     rules.restrict_self().map_err(failed)?;
-    match std::fs::read_dir("/").map_err(|e| e.kind()) {
-        Err(io::ErrorKind::PermissionDenied) => works(format!("ABI {abi}")),
-        _ => Err(LaunchStepError::new(
-            "an access that no rule allows was allowed",
-        )),
-    }
+    let listed = std::fs::read_dir("/").map_err(|e| e.kind());
+    check(
+        matches!(listed, Err(io::ErrorKind::PermissionDenied)),
+        format!("ABI {abi}"),
+        "an access that no rule allows was allowed",
+    )
 }
 
 /// An errno that getpgid never returns, so it can come only from the filter.
@@ -57,67 +58,40 @@ fn is_filtered() -> bool {
 }
 
 pub fn seccomp_filter() -> TrialResult {
-    install(
-        libc::SECCOMP_RET_ERRNO | FILTER_ERRNO as u32,
-        Listener::None,
-    )?;
-    match is_filtered() {
-        true => works("a call refused"),
-        false => Err(LaunchStepError::new("the filter did not hold")),
-    }
-}
-
-fn socket_pair() -> Result<(OwnedFd, OwnedFd), LaunchStepError> {
-    rustix::net::socketpair(
-        rustix::net::AddressFamily::UNIX,
-        rustix::net::SocketType::SEQPACKET,
-        rustix::net::SocketFlags::CLOEXEC,
-        None,
-    )
-    .doing("make a socket pair")
+    let answer = libc::SECCOMP_RET_ERRNO | FILTER_ERRNO as u32;
+    install(answer, Listener::None)?;
+    check(is_filtered(), "a call refused", "the filter did not hold")
 }
 
 /// Makes the parent answer a call of its child, as init answers connect().
 pub fn seccomp_notification() -> TrialResult {
-    let (ours, theirs) = socket_pair()?;
-    let child = match sys::fork_threaded().doing("fork")? {
-        ForkSide::Child => {
-            drop(ours);
-            let installed = die_with_parent()
-                .and_then(|()| install(libc::SECCOMP_RET_USER_NOTIF, Listener::New));
-            let sent = match &installed {
-                Ok(listener) => {
-                    let listener: Vec<BorrowedFd<'_>> = listener.iter().map(AsFd::as_fd).collect();
-                    channel::send(theirs.as_fd(), &(0, ""), &listener)
-                }
-                Err(e) => {
-                    let errno = e.errno.unwrap_or(libc::EIO);
-                    channel::send(theirs.as_fd(), &(errno, e.detail.as_str()), &[])
-                }
-            };
-            drop(installed);
-            sys::exit_now(match sent.is_ok() && is_filtered() {
-                true => 0,
-                false => 1,
-            })
-        }
-        ForkSide::Parent { child } => child,
-    };
-    drop(theirs);
+    let (ours, theirs) = channel::pair().doing("make a socket pair")?;
+    let child = sys::fork_and_run(move || {
+        let installed =
+            die_with_parent().and_then(|()| install(libc::SECCOMP_RET_USER_NOTIF, Listener::New));
+        let sent = match &installed {
+            Ok(listener) => {
+                let listener: Vec<BorrowedFd<'_>> = listener.iter().map(AsFd::as_fd).collect();
+                channel::send(theirs.as_fd(), &(0, ""), &listener)
+            }
+            Err(e) => {
+                let errno = e.errno.unwrap_or(libc::EIO);
+                channel::send(theirs.as_fd(), &(errno, e.detail.as_str()), &[])
+            }
+        };
+        drop(installed);
+        i32::from(sent.is_err() || !is_filtered())
+    });
+    let child = child.doing("fork")?;
     let answered = answer_one(ours.as_fd());
     // A call that nobody answers would wait forever.
     if answered.is_err() {
-        let _ = Pid::from_raw(child)
-            .map(|pid| rustix::process::kill_process(pid, Signal::KILL))
-            .transpose();
+        let _ = rustix::process::kill_process(child, Signal::KILL);
     }
-    let waited = rustix::process::waitpid(Pid::from_raw(child), WaitOptions::empty());
+    let exit = reap(child).and_then(WaitStatus::exit_status);
     answered?;
-    let exit = waited.ok().flatten().and_then(|(_, s)| s.exit_status());
-    match exit {
-        Some(0) => works("a call answered by another process"),
-        _ => Err(LaunchStepError::new("the answer did not arrive")),
-    }
+    let how = "a call answered by another process";
+    check(exit == Some(0), how, "the answer did not arrive")
 }
 
 fn answer_one(from: BorrowedFd<'_>) -> Result<(), LaunchStepError> {
@@ -137,53 +111,52 @@ fn answer_one(from: BorrowedFd<'_>) -> Result<(), LaunchStepError> {
     sys::notification_answer(listener.as_fd(), call.id, FILTER_ERRNO).doing("answer a call")
 }
 
-/// Forks a child that waits until its parent closes the returned descriptor.
-fn idle_child() -> Result<(i32, OwnedFd), LaunchStepError> {
-    let (ours, theirs) = socket_pair()?;
-    match sys::fork_threaded().doing("fork")? {
-        ForkSide::Child => {
-            drop(ours);
-            let _ = die_with_parent().map(|()| rustix::io::read(&theirs, &mut [0u8]));
-            sys::exit_now(0)
-        }
-        ForkSide::Parent { child } => Ok((child, ours)),
-    }
+/// Forks a child that waits until it is killed.
+fn idle_child() -> Result<Pid, LaunchStepError> {
+    let wait = || {
+        let _ = die_with_parent().map(|()| std::thread::sleep(super::TIME_MAX));
+        0
+    };
+    sys::fork_and_run(wait).doing("fork")
 }
 
 /// Init reads the address of a connect() from the program's memory.
 pub fn memory_of_child() -> TrialResult {
     let secret = *b"fumehood";
-    let (child, hold) = idle_child()?;
+    let child = idle_child()?;
     let mut read = [0u8; 8];
     let address = secret.as_ptr() as usize as u64;
-    let read_result = sys::read_memory(child as u32, address, &mut read);
-    drop(hold);
+    let read_result = sys::read_memory(child.as_raw_pid() as u32, address, &mut read);
+    let _ = rustix::process::kill_process(child, Signal::KILL);
     reap(child);
     read_result.doing("read a child's memory")?;
-    match read == secret {
-        true => works("read"),
-        false => Err(LaunchStepError::new("the child's memory was read wrongly")),
-    }
+    check(
+        read == secret,
+        "read",
+        "the child's memory was read wrongly",
+    )
 }
 
 pub fn pidfd() -> TrialResult {
-    let (child, hold) = idle_child()?;
-    let pid = Pid::from_raw(child).ok_or_else(|| LaunchStepError::new("no pid"))?;
-    let killed = rustix::process::pidfd_open(pid, PidfdFlags::empty())
-        .doing("open a pidfd")
-        .and_then(|fd| {
-            rustix::process::pidfd_send_signal(&fd, Signal::KILL)
-                .doing("signal through a pidfd")?;
-            let mut fds = [PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)];
-            rustix::event::poll(&mut fds, None).doing("wait for a pidfd")
-        });
-    drop(hold);
-    let signal = reap(child);
-    killed?;
-    match signal == Some(Signal::KILL.as_raw()) {
-        true => works("killed and waited for"),
-        false => Err(LaunchStepError::new("the signal had no effect")),
+    let child = idle_child()?;
+    let kill = || {
+        let fd = rustix::process::pidfd_open(child, PidfdFlags::empty()).doing("open a pidfd")?;
+        rustix::process::pidfd_send_signal(&fd, Signal::KILL).doing("signal through a pidfd")?;
+        let mut fds = [PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)];
+        rustix::event::poll(&mut fds, None).doing("wait for a pidfd")
+    };
+    let killed = kill();
+    if killed.is_err() {
+        let _ = rustix::process::kill_process(child, Signal::KILL);
     }
+    let signal = reap(child).and_then(WaitStatus::terminating_signal);
+    killed?;
+    let is_killed = signal == Some(Signal::KILL.as_raw());
+    check(
+        is_killed,
+        "killed and waited for",
+        "the signal had no effect",
+    )
 }
 
 pub fn session_keyring() -> TrialResult {

@@ -10,18 +10,18 @@ mod building;
 mod calls;
 
 use std::io::{self, Read, Write};
-use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::process::{Pid, Signal, WaitOptions};
+use rustix::process::{Pid, Signal, WaitOptions, WaitStatus};
 use serde::{Deserialize, Serialize};
 
+use crate::launch::die_with_parent;
 use crate::step_report::{LaunchStepError, StepContext};
-use crate::sys::{self, ForkSide};
+use crate::sys;
 
 /// The first argument that makes this binary try the mechanisms.
 pub const ARGUMENT: &str = "__probe";
@@ -35,29 +35,53 @@ const ANSWER_BYTES_MAX: usize = 1 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mechanism {
+    /// A user namespace with one user mapped.
     UserNamespace,
+    /// A user namespace inside a plain user's first one.
     InnerUserNamespace,
+    /// A mount namespace whose mounts are private.
     MountNamespace,
+    /// A pid namespace whose first process is 1.
     PidNamespace,
+    /// A network namespace with loopback.
     NetNamespace,
+    /// An IPC namespace.
     IpcNamespace,
+    /// A UTS namespace with a host name of its own.
     UtsNamespace,
+    /// A cgroup namespace.
     CgroupNamespace,
+    /// A new /proc in a new pid namespace.
     NewProc,
+    /// A tmpfs, attached to the tree.
     Tmpfs,
+    /// A devpts of its own.
     Devpts,
+    /// An overlay of two read-only layers.
     Overlay,
+    /// Making a copied tree of mounts read-only (mount_setattr).
     ReadOnlyMounts,
+    /// Showing a tree with another owner (idmapped mounts).
     IdmappedMounts,
+    /// pivot_root, and letting go of the old root.
     PivotRoot,
+    /// Becoming the leased uid and dropping every capability.
     LeasedUid,
+    /// Landlock: an access that no rule allows is refused.
     Landlock,
+    /// A seccomp filter that refuses a call.
     SeccompFilter,
+    /// A seccomp filter that lets another process answer a call.
     SeccompNotification,
+    /// Reading a child's memory (process_vm_readv).
     MemoryOfChild,
+    /// Signalling and waiting through a pidfd.
     Pidfd,
+    /// Joining a new session keyring.
     SessionKeyring,
+    /// openat2 with its RESOLVE flags.
     Openat2,
+    /// Marking many descriptors close-on-exec with one call.
     CloseRange,
 }
 
@@ -123,25 +147,34 @@ impl Mechanism {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "verdict")]
 pub enum MechanismVerdict {
+    /// The mechanism did what it was tried for.
     Works {
+        /// What it did.
         how: String,
     },
+    /// The mechanism was refused, or had no effect.
     Fails {
+        /// The step that failed.
         step: String,
+        /// The kernel's errno, if it gave one.
         errno: Option<i32>,
     },
     /// Only root would use the mechanism, and this process is not root.
     NotUsed,
 }
 
+/// One mechanism and the result of trying it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MechanismResult {
+    /// The mechanism that was tried.
     pub mechanism: Mechanism,
+    /// What came of it.
     #[serde(flatten)]
     pub verdict: MechanismVerdict,
 }
 
 impl MechanismResult {
+    /// Returns the step that failed and its errno, if the mechanism failed.
     pub fn failed(&self) -> Option<(&str, Option<i32>)> {
         match &self.verdict {
             MechanismVerdict::Fails { step, errno } => Some((step, *errno)),
@@ -159,13 +192,15 @@ pub struct TrialInputs {
     pub shown: PathBuf,
 }
 
+/// Why a program gave no answer in time. The messages describe the variants.
 #[derive(Debug, thiserror::Error)]
+#[expect(missing_docs, reason = "the messages describe the variants")]
 pub enum TrialError {
-    #[error("start {path:?} to try the mechanisms")]
+    #[error("start {path:?}")]
     Start { path: PathBuf, source: io::Error },
     #[error("read what was found")]
     Read(#[source] io::Error),
-    #[error("trying the mechanisms took longer than {} s", TIME_MAX.as_secs())]
+    #[error("the program took too long")]
     TooLong,
     #[error("understand what was found")]
     InvalidAnswer(#[source] serde_json::Error),
@@ -173,55 +208,59 @@ pub enum TrialError {
 
 /// Tries every mechanism, in processes that execute this binary again.
 pub fn try_all(launcher: &Path, inputs: &TrialInputs) -> Result<Vec<MechanismResult>, TrialError> {
-    let uid = inputs
-        .leased_uid
-        .map_or(String::from("-"), |uid| uid.to_string());
-    let mut child = Command::new(launcher)
+    let uid = inputs.leased_uid.map(|uid| uid.to_string());
+    let mut command = Command::new(launcher);
+    command
         .arg(ARGUMENT)
-        .arg(uid)
+        .arg(uid.as_deref().unwrap_or("-"))
         .arg(&inputs.shown)
         .env_clear()
-        .current_dir("/")
-        .process_group(0)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .map_err(|source| TrialError::Start {
-            path: launcher.to_path_buf(),
-            source,
-        })?;
-    let answer = match child.stdout.take() {
-        Some(stdout) => read_in_time(stdout, TIME_MAX, ANSWER_BYTES_MAX),
-        None => Err(TrialError::Read(io::ErrorKind::BrokenPipe.into())),
-    };
-    if answer.is_err() {
-        // The child leads this process group and is not reaped yet, so no other process has the number.
-        let _ = rustix::process::kill_process_group(Pid::from_child(&child), Signal::KILL);
-    }
+        .current_dir("/");
     // The answer says how the trials went, so the exit status does not matter.
-    let _ = child.wait();
-    let answer = answer?;
+    let answer = output_in_time(&mut command, TIME_MAX)?.stdout;
     let lines = answer.split(|b| *b == b'\n').filter(|l| !l.is_empty());
     lines
         .map(|line| serde_json::from_slice(line).map_err(TrialError::InvalidAnswer))
         .collect()
 }
 
-/// Reads what a process prints until it closes its end, within a bound of time and size.
-pub fn read_in_time(
-    mut from: impl Read + AsFd,
-    time_max: Duration,
-    bytes_max: usize,
-) -> Result<Vec<u8>, TrialError> {
+/// Runs a program that reads nothing, and returns what it prints to standard output, within a bound of time and size.
+/// Kills the process group of a program that exceeds a bound.
+pub fn output_in_time(command: &mut Command, time_max: Duration) -> Result<Output, TrialError> {
+    command
+        .process_group(0)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null());
+    let mut child = command.spawn().map_err(|source| TrialError::Start {
+        path: command.get_program().into(),
+        source,
+    })?;
+    let read = match child.stdout.take() {
+        Some(stdout) => read_in_time(stdout, time_max),
+        None => Err(TrialError::Read(io::ErrorKind::BrokenPipe.into())),
+    };
+    if read.is_err() {
+        // The child leads this process group and is not reaped yet, so no other process has the number.
+        let _ = rustix::process::kill_process_group(Pid::from_child(&child), Signal::KILL);
+    }
+    let waited = child.wait();
+    Ok(Output {
+        stdout: read?,
+        stderr: Vec::new(),
+        status: waited.map_err(TrialError::Read)?,
+    })
+}
+
+/// Reads what a process prints until it closes its end.
+fn read_in_time(mut from: ChildStdout, time_max: Duration) -> Result<Vec<u8>, TrialError> {
     let give_up = Instant::now() + time_max;
     let mut answer = Vec::new();
     let mut buffer = [0; 16 << 10];
     loop {
         let time_left = give_up.saturating_duration_since(Instant::now());
         let time_left = Timespec::try_from(time_left).map_err(|_| TrialError::TooLong)?;
-        let mut fds = [PollFd::from_borrowed_fd(from.as_fd(), PollFlags::IN)];
-        match rustix::event::poll(&mut fds, Some(&time_left)) {
+        match rustix::event::poll(&mut [PollFd::new(&from, PollFlags::IN)], Some(&time_left)) {
             Ok(0) => return Err(TrialError::TooLong),
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
@@ -231,7 +270,7 @@ pub fn read_in_time(
             0 => return Ok(answer),
             n => answer.extend(&buffer[..n]),
         }
-        if answer.len() > bytes_max {
+        if answer.len() > ANSWER_BYTES_MAX {
             return Err(TrialError::Read(io::ErrorKind::InvalidData.into()));
         }
     }
@@ -266,11 +305,6 @@ pub fn main() -> ! {
     sys::exit_now(0)
 }
 
-fn die_with_parent() -> Result<(), LaunchStepError> {
-    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
-        .doing("ask to die with the parent")
-}
-
 /// Tries one mechanism.
 type Trial = fn(&TrialInputs) -> TrialResult;
 type TrialResult = Result<MechanismVerdict, LaunchStepError>;
@@ -285,26 +319,18 @@ fn fails(failure: LaunchStepError) -> MechanismVerdict {
 
 /// Runs `act` in a child process and returns its result.
 fn in_child(act: impl FnOnce() -> TrialResult) -> TrialResult {
-    let pipe = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC);
-    let (ours, theirs) = pipe.doing("make a pipe")?;
+    let (ours, mut theirs) = io::pipe().doing("make a pipe")?;
     // The C library's fork falls back to the older call where clone3 is refused.
-    let child = match sys::fork_threaded().doing("fork")? {
-        ForkSide::Child => {
-            drop(ours);
-            let result = die_with_parent().and_then(|()| act());
-            let line = serde_json::to_vec(&result.unwrap_or_else(fails)).unwrap_or_default();
-            let written = std::fs::File::from(theirs).write_all(&line);
-            sys::exit_now(i32::from(written.is_err()))
-        }
-        ForkSide::Parent { child } => child,
-    };
-    drop(theirs);
+    let child = sys::fork_and_run(move || {
+        let result = die_with_parent().and_then(|()| act());
+        let line = serde_json::to_vec(&result.unwrap_or_else(fails)).unwrap_or_default();
+        i32::from(theirs.write_all(&line).is_err())
+    });
+    let child = child.doing("fork")?;
     let mut answer = Vec::new();
-    let read = std::fs::File::from(ours)
-        .take(ANSWER_BYTES_MAX as u64)
-        .read_to_end(&mut answer);
-    let ended = reap(child);
-    match (read, serde_json::from_slice(&answer), ended) {
+    let read = ours.take(ANSWER_BYTES_MAX as u64).read_to_end(&mut answer);
+    let signal = reap(child).and_then(WaitStatus::terminating_signal);
+    match (read, serde_json::from_slice(&answer), signal) {
         (Ok(_), Ok(MechanismVerdict::Fails { step, errno }), _) => Err(LaunchStepError {
             errno,
             detail: step,
@@ -315,13 +341,18 @@ fn in_child(act: impl FnOnce() -> TrialResult) -> TrialResult {
     }
 }
 
-/// Waits for a child, and returns the signal that killed it, if any.
-fn reap(child: i32) -> Option<i32> {
-    let waited = rustix::process::waitpid(Pid::from_raw(child), WaitOptions::empty());
-    waited
-        .ok()
-        .flatten()
-        .and_then(|(_, status)| status.terminating_signal())
+/// Waits for a child, and returns how it ended.
+fn reap(child: Pid) -> Option<WaitStatus> {
+    let waited = rustix::process::waitpid(Some(child), WaitOptions::empty());
+    waited.ok().flatten().map(|(_, status)| status)
+}
+
+/// The verdict of a trial that did what it tried, or the failure that `why_not` describes.
+fn check(worked: bool, how: impl Into<String>, why_not: &str) -> TrialResult {
+    match worked {
+        true => works(how),
+        false => Err(LaunchStepError::new(why_not)),
+    }
 }
 
 fn works(how: impl Into<String>) -> TrialResult {

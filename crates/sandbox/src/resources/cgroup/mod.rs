@@ -211,7 +211,7 @@ pub struct EnforcedLimit {
 
 /// The kernel's counters. `None`: this kernel does not provide the value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Counters {
+pub(crate) struct Counters {
     /// Processes of the group that the kernel's OOM killer killed, for any reason.
     pub oom_kills: Option<u64>,
     /// How often this group itself was at its limit with nothing left to reclaim. Kills without any of these mean
@@ -250,7 +250,7 @@ impl CpuUnit {
 }
 
 /// Reads from the file of [`Group::oom_kills_fd`] how many processes the OOM killer has killed so far.
-pub fn read_oom_kills(fd: BorrowedFd<'_>) -> io::Result<u64> {
+pub(crate) fn read_oom_kills(fd: BorrowedFd<'_>) -> io::Result<u64> {
     let kills = keyed(&read_from_start(fd)?, "oom_kill");
     kills.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
 }
@@ -339,7 +339,7 @@ impl Group {
     /// single thread (version 1 moves only the thread that writes). A process that holds them can attach whatever its
     /// credentials, so they are closed before the program runs. The version 2 descriptor, if any, comes first: a
     /// process that started in [`Group::directory_fd`] is in that part already.
-    pub fn attach_fds(&self) -> Result<Vec<OwnedFd>, CgroupError> {
+    pub(crate) fn attach_fds(&self) -> Result<Vec<OwnedFd>, CgroupError> {
         let open = |part: &CreatedGroup| {
             let file = match part.node.version {
                 // A write to `tasks` avoids the lock over all threads of the system that `cgroup.procs` takes.
@@ -357,7 +357,7 @@ impl Group {
     }
 
     /// Returns the version 2 directory, in which a process can start (CLONE_INTO_CGROUP). Version 1 has no such call.
-    pub fn directory_fd(&self) -> Option<BorrowedFd<'_>> {
+    pub(crate) fn directory_fd(&self) -> Option<BorrowedFd<'_>> {
         let mut parts = self.parts.iter();
         let part = parts.find(|part| part.node.version == Version::V2);
         part.map(|part| part.node.fd.as_fd())
@@ -376,7 +376,7 @@ impl Group {
     }
 
     /// Reads the kernel's counters.
-    pub fn counters(&self) -> Counters {
+    pub(crate) fn counters(&self) -> Counters {
         let mut counters = Counters::default();
         for part in &self.parts {
             match part.node.version {
@@ -403,7 +403,7 @@ impl Group {
     }
 
     /// Returns a file that any process that holds the descriptor can read with [`read_oom_kills`].
-    pub fn oom_kills_fd(&self) -> Option<OwnedFd> {
+    pub(crate) fn oom_kills_fd(&self) -> Option<OwnedFd> {
         let part = self.parts.iter().find(|p| p.has(Controller::Memory))?;
         let file = match part.node.version {
             Version::V1 => "memory.oom_control",
