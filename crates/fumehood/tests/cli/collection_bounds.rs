@@ -104,8 +104,11 @@ open('p/q/r/named.bin', 'w').write('z' * 8000)";
     assert_eq!(names(&document).len(), 3004);
 }
 
-trial!(Everyone, bytes_are_given_out_in_the_same_order);
-fn bytes_are_given_out_in_the_same_order() {
+trial!(
+    Everyone,
+    collection_allots_bytes_to_outputs_in_the_same_order_each_time
+);
+fn collection_allots_bytes_to_outputs_in_the_same_order_each_time() {
     let test_home = TestHome::new();
     let script = "
 import os

@@ -16,8 +16,8 @@ fn held(test_home: &TestHome, id: &str, script: &str) -> RunningCommand {
     RunningCommand::start(command)
 }
 
-trial!(Everyone, two_at_once_do_not_meet);
-fn two_at_once_do_not_meet() {
+trial!(Everyone, two_runs_at_once_do_not_see_each_other);
+fn two_runs_at_once_do_not_see_each_other() {
     let test_home = TestHome::new();
     let (one, two) = (fresh_id("one"), fresh_id("two"));
     let mut first = held(
@@ -51,8 +51,8 @@ fn two_at_once_do_not_meet() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, twenty_at_once_all_succeed);
-fn twenty_at_once_all_succeed() {
+trial!(Everyone, twenty_runs_at_once_all_succeed);
+fn twenty_runs_at_once_all_succeed() {
     let test_home = TestHome::new();
     let stem = fresh_id("many");
     let ids: Vec<String> = (0..20).map(|n| format!("{stem}-{n}")).collect();

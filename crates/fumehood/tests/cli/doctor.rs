@@ -96,8 +96,8 @@ fn doctor_leaves_no_file_and_no_cgroup_behind() {
     }
 }
 
-trial!(Everyone, documents_are_as_their_schema_says);
-fn documents_are_as_their_schema_says() {
+trial!(Everyone, the_json_document_matches_its_schema);
+fn the_json_document_matches_its_schema() {
     let test_home = TestHome::new();
     let fine = document(&test_home.ask(["doctor", "--json"]));
     let stopped = document(&test_home.ask(["doctor", "--json", "--workspace-root", "/nowhere"]));
@@ -192,9 +192,9 @@ pub fn docker_like(test_home: &TestHome, options: &[&str], args: &[&str]) -> Fin
     finish(command)
 }
 
-trial!(Root, inside_docker_the_flags_that_give_full_are_named);
+trial!(Root, doctor_names_the_docker_flags_that_give_level_full);
 /// A real seccomp filter refuses the calls. To try a named remedy, the trial leaves out that part of the confinement.
-fn inside_docker_the_flags_that_give_full_are_named() {
+fn doctor_names_the_docker_flags_that_give_level_full() {
     let test_home = TestHome::new();
     account::uid_and_gid();
     for user in [&[][..], &["--user", account::ACCOUNT]] {
@@ -266,8 +266,8 @@ os.write(go[1], b'x')
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 "#;
 
-trial!(Root, where_user_namespaces_are_off_the_switch_is_named);
-fn where_user_namespaces_are_off_the_switch_is_named() {
+trial!(Root, doctor_names_the_switch_for_user_namespaces);
+fn doctor_names_the_switch_for_user_namespaces() {
     let test_home = TestHome::new();
     let (uid, gid) = account::uid_and_gid();
     let with = |most: &str| {
@@ -297,8 +297,8 @@ fn where_user_namespaces_are_off_the_switch_is_named() {
     assert_eq!(with("-")["level"], "full");
 }
 
-trial!(Root, root_without_a_capability_is_told_which);
-fn root_without_a_capability_is_told_which() {
+trial!(Root, doctor_names_the_capability_that_root_lacks);
+fn doctor_names_the_capability_that_root_lacks() {
     let test_home = TestHome::new();
     let without = |set: &str| {
         let mut command = test_home.with_environment(Command::new("setpriv"));
@@ -341,8 +341,8 @@ fn doctor_in_prepared_namespace(
     finish(command)
 }
 
-trial!(Root, a_bad_place_for_workspaces_is_told);
-fn a_bad_place_for_workspaces_is_told() {
+trial!(Root, doctor_warns_of_an_unsuitable_workspace_root);
+fn doctor_warns_of_an_unsuitable_workspace_root() {
     let test_home = TestHome::new();
     let root = test_home.workspace_root.display();
     let prepare = format!("mount -t tmpfs -o size=8m,noexec none {root}");
@@ -426,8 +426,8 @@ fn the_policy_decides_whether_runs_start() {
     found(&said, "configuration", "stops");
 }
 
-trial!(Root, uids_of_others_are_told);
-fn uids_of_others_are_told() {
+trial!(Root, doctor_reports_leased_uids_that_belong_to_accounts);
+fn doctor_reports_leased_uids_that_belong_to_accounts() {
     let test_home = TestHome::new();
     let add = "echo 'mallory:x:1900000077:1900000077::/:/bin/sh' >> /etc/passwd\n\
         echo 'podman:1900000000:65536' >> /etc/subuid";

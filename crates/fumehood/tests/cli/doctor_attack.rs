@@ -76,19 +76,19 @@ fn assert_nothing_of_the_battery(test_home: &TestHome, place: &Path) {
     assert!(!test_home.home.exists(), "it has a home of its own");
 }
 
-trial!(Everyone, the_table_at_full);
-fn the_table_at_full() {
+trial!(Everyone, attack_reports_every_act_at_level_full);
+fn attack_reports_every_act_at_level_full() {
     table(ConfinementLevel::Full);
 }
 
-trial!(Everyone, the_table_at_landlock);
-fn the_table_at_landlock() {
+trial!(Everyone, attack_reports_every_act_at_level_landlock);
+fn attack_reports_every_act_at_level_landlock() {
     table(ConfinementLevel::Landlock);
 }
 
-trial!(Everyone, a_missing_layer_is_noticed);
+trial!(Everyone, attack_notices_a_missing_layer_at_level_full);
 /// Without some layers exactly the acts that rest on them succeed, and the exit code reports it.
-fn a_missing_layer_is_noticed() {
+fn attack_notices_a_missing_layer_at_level_full() {
     let test_home = TestHome::new();
     let without = "net_namespace,ipc_namespace";
     let ended = attack(&test_home, &["--level", "full", "--json"], without);
@@ -112,8 +112,8 @@ fn a_missing_layer_is_noticed() {
     assert_eq!(ended.code(), 1, "{}", ended.err());
 }
 
-trial!(Everyone, a_missing_layer_is_noticed_at_landlock);
-fn a_missing_layer_is_noticed_at_landlock() {
+trial!(Everyone, attack_notices_a_missing_layer_at_level_landlock);
+fn attack_notices_a_missing_layer_at_level_landlock() {
     let test_home = TestHome::new();
     let ended = attack(&test_home, &["--level", "landlock", "--json"], "landlock");
     assert_eq!(ended.code(), 1, "{}", ended.err());
@@ -129,8 +129,8 @@ fn a_missing_layer_is_noticed_at_landlock() {
     }
 }
 
-trial!(Everyone, for_people);
-fn for_people() {
+trial!(Everyone, attack_prints_one_line_for_each_act);
+fn attack_prints_one_line_for_each_act() {
     let test_home = TestHome::new();
     let ended = attack(&test_home, &["--level", "full"], "ipc_namespace");
     assert_eq!(ended.code(), 1, "{}", ended.err());
@@ -145,8 +145,8 @@ fn for_people() {
     assert!(whole, "{last}");
 }
 
-trial!(Everyone, a_level_that_is_none);
-fn a_level_that_is_none() {
+trial!(Everyone, attack_refuses_level_none);
+fn attack_refuses_level_none() {
     let test_home = TestHome::new();
     let ended = attack(&test_home, &["--level", "none"], "");
     assert_eq!(ended.code(), 125, "{}", ended.err());

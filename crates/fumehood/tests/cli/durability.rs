@@ -125,8 +125,8 @@ fn the_manifest_is_durable_before_a_file_is_linked_or_a_row_committed() {
     }
 }
 
-trial!(Everyone, the_log_that_a_run_leaves_is_read_by_the_next);
-fn the_log_that_a_run_leaves_is_read_by_the_next() {
+trial!(Everyone, the_next_run_reads_the_database_log_of_the_last);
+fn the_next_run_reads_the_database_log_of_the_last() {
     let test_home = TestHome::new();
     test_home.sh(&["--id", "one"], "true").good();
     test_home.sh(&["--id", "two"], "echo x > x").good();
@@ -212,8 +212,8 @@ fn an_attempt_whose_row_a_power_cut_took_is_committed_anew() {
     );
 }
 
-trial!(Everyone, an_outcome_that_a_power_cut_tore_is_none);
-fn an_outcome_that_a_power_cut_tore_is_none() {
+trial!(Everyone, a_torn_outcome_file_counts_as_no_outcome);
+fn a_torn_outcome_file_counts_as_no_outcome() {
     let test_home = TestHome::new();
     for (id, content) in [
         ("empty", ""),
@@ -285,10 +285,10 @@ fn a_runner_whose_database_locks_are_lost_undoes_no_other_run() {
 
 trial!(
     Everyone,
-    nothing_is_committed_into_a_database_that_was_put_away
+    a_run_commits_nothing_into_a_database_that_was_moved_away
 );
 /// Regression: the check ran only when the program ended, so the database could be moved while outputs were collected.
-fn nothing_is_committed_into_a_database_that_was_put_away() {
+fn a_run_commits_nothing_into_a_database_that_was_moved_away() {
     let test_home = TestHome::new();
     test_home.sh(&["--id", "first"], "true").good();
     let script = "for n in $(seq 1500); do echo $n > $n; done";

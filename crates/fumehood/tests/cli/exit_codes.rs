@@ -161,8 +161,8 @@ fn assert_end(
     document
 }
 
-trial!(Everyone, own_exit_codes_pass);
-fn own_exit_codes_pass() {
+trial!(Everyone, run_exits_with_the_programs_code);
+fn run_exits_with_the_programs_code() {
     let test_home = TestHome::new();
     // Fumehood itself uses some of these codes too; the status distinguishes them.
     for code in [0, 1, 2, 77, 122, 123, 124, 125, 126, 127, 137, 255] {
@@ -181,8 +181,8 @@ fn own_exit_codes_pass() {
     }
 }
 
-trial!(Everyone, signals_are_128_and_more);
-fn signals_are_128_and_more() {
+trial!(Everyone, run_exits_with_128_plus_the_signal);
+fn run_exits_with_128_plus_the_signal() {
     let test_home = TestHome::new();
     for signal in [1, 2, 6, 9, 11, 15, 31] {
         let script = format!("kill -{signal} $$; sleep 60");
@@ -199,8 +199,8 @@ fn signals_are_128_and_more() {
     }
 }
 
-trial!(Everyone, times_end_with_124);
-fn times_end_with_124() {
+trial!(Everyone, run_exits_with_124_after_a_time_limit);
+fn run_exits_with_124_after_a_time_limit() {
     let test_home = TestHome::new();
     let spin = ["sh", "-c", "while :; do :; done"];
     assert_end(
@@ -253,8 +253,8 @@ fn times_end_with_124() {
     );
 }
 
-trial!(Everyone, limits_end_with_122);
-fn limits_end_with_122() {
+trial!(Everyone, run_exits_with_122_after_another_limit);
+fn run_exits_with_122_after_another_limit() {
     let test_home = TestHome::new();
     let one = ["head", "-c", "64M", "/dev/zero"];
     let ended = test_home.run(["--disk", "8M", "--"].iter().chain(&one));
@@ -292,8 +292,8 @@ fn limits_end_with_122() {
     );
 }
 
-trial!(Everyone, memory_ends_with_137);
-fn memory_ends_with_137() {
+trial!(Everyone, run_exits_with_137_after_the_memory_limit);
+fn run_exits_with_137_after_the_memory_limit() {
     let test_home = TestHome::new();
     let hog = [
         "/usr/bin/python3",
@@ -442,8 +442,8 @@ fn a_program_that_cannot_start_ends_with_status_error() {
     );
 }
 
-trial!(Everyone, wrong_usage_is_125);
-fn wrong_usage_is_125() {
+trial!(Everyone, run_exits_with_125_after_wrong_usage);
+fn run_exits_with_125_after_wrong_usage() {
     let test_home = TestHome::new();
     let wrong: [&[&str]; 15] = [
         &[],
@@ -547,8 +547,8 @@ fn a_second_sigint_skips_the_grace() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, grace_reaches_every_process);
-fn grace_reaches_every_process() {
+trial!(Everyone, every_process_gets_the_grace_period);
+fn every_process_gets_the_grace_period() {
     let test_home = TestHome::new();
     let marker = fresh_id("grace");
     // A daemon in its own session gets SIGTERM too, and a daemon that ignores SIGTERM is killed.
@@ -626,8 +626,8 @@ pub fn below(pid: u32) -> Vec<u32> {
     children.iter().copied().chain(deeper).collect()
 }
 
-trial!(Everyone, init_killed_from_outside_is_our_error);
-fn init_killed_from_outside_is_our_error() {
+trial!(Everyone, init_killed_from_outside_ends_with_status_error);
+fn init_killed_from_outside_ends_with_status_error() {
     let test_home = TestHome::new();
     let program = |pid: &u32| {
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();

@@ -122,9 +122,9 @@ except OSError: print('no devices')
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, links_lead_nowhere);
+trial!(Everyone, links_bring_no_content_from_outside);
 /// Neither the host's files, the project's, another workspace's nor the data come in by a link of any kind.
-fn links_lead_nowhere() {
+fn links_bring_no_content_from_outside() {
     let test_home = TestHome::new();
     test_home.write("project/data/table.csv", "precious data\n");
     test_home.write("project/in.txt", "an input\n");
@@ -221,8 +221,8 @@ fn hostile_names() -> Vec<Vec<u8>> {
     names
 }
 
-trial!(Everyone, names_are_bytes_and_nothing_else);
-fn names_are_bytes_and_nothing_else() {
+trial!(Everyone, file_names_of_any_bytes_are_recorded);
+fn file_names_of_any_bytes_are_recorded() {
     let test_home = TestHome::new();
     let list = hostile_names();
     let hex: Vec<String> = list
@@ -311,8 +311,8 @@ fn exported_names(test_home: &TestHome, list: &[Vec<u8>]) {
     assert_eq!(names_in(&to).len(), list.len() + 1);
 }
 
-trial!(Everyone, modes_hide_nothing);
-fn modes_hide_nothing() {
+trial!(Everyone, outputs_with_closed_modes_are_collected);
+fn outputs_with_closed_modes_are_collected() {
     let test_home = TestHome::new();
     let script = "
 import os
@@ -519,8 +519,11 @@ fn two_million_files_cost_bounded_memory() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, many_refused_are_counted);
-fn many_refused_are_counted() {
+trial!(
+    Everyone,
+    a_thousand_refused_files_are_listed_and_the_rest_counted
+);
+fn a_thousand_refused_files_are_listed_and_the_rest_counted() {
     let test_home = TestHome::new();
     let script = "import os
 for i in range(1500): os.symlink('x', 'l%d' % i)
@@ -548,8 +551,8 @@ open('good', 'w').write('good')";
     );
 }
 
-trial!(Everyone, a_result_that_databases_refuse_is_a_file);
-fn a_result_that_databases_refuse_is_a_file() {
+trial!(Everyone, an_invalid_result_is_stored_as_a_file_only);
+fn an_invalid_result_is_stored_as_a_file_only() {
     let test_home = TestHome::new();
     let nested = |n: usize| format!("'[' * {n} + ']' * {n}");
     let cases = [
@@ -659,8 +662,8 @@ fn on_terminal(test_home: &TestHome, args: &[&str]) -> Vec<u8> {
     ended.stdout.into_iter().filter(|b| *b != b'\r').collect()
 }
 
-trial!(Everyone, logs_reach_no_terminal_raw);
-fn logs_reach_no_terminal_raw() {
+trial!(Everyone, logs_are_escaped_on_a_terminal);
+fn logs_are_escaped_on_a_terminal() {
     let test_home = TestHome::new();
     let evil = "\\033]0;owned\\007\\033[2Jtext\\x9b31m\\u202e";
     test_home
@@ -700,8 +703,8 @@ fn logs_reach_no_terminal_raw() {
     );
 }
 
-trial!(Everyone, a_result_reaches_no_terminal_raw);
-fn a_result_reaches_no_terminal_raw() {
+trial!(Everyone, a_result_is_escaped_on_a_terminal);
+fn a_result_is_escaped_on_a_terminal() {
     let test_home = TestHome::new();
     let script = "import json
 open('result.json', 'w').write(json.dumps({'\\x1b[31mkey': 'v\\x1b]0;x\\x07\\u202e', 'plain': '\\u009b'}, ensure_ascii=False).replace('\\\\u001b', '\\\\u001b'))
@@ -738,8 +741,8 @@ open('evil.txt', 'w').write('\\x1b[2J')";
     assert_eq!(test_home.sql_one("SELECT COUNT(*) FROM analyses_v1"), 1);
 }
 
-trial!(Everyone, a_label_that_the_program_made_up_is_not_kept);
-fn a_label_that_the_program_made_up_is_not_kept() {
+trial!(Everyone, extended_attributes_are_not_stored);
+fn extended_attributes_are_not_stored() {
     let test_home = TestHome::new();
     let script = "import os\nopen('f', 'w').write('x')\n\
         try: os.setxattr('f', 'security.selinux', b'A' * 100)\nexcept OSError as e: print(e)\n\
@@ -754,8 +757,11 @@ fn a_label_that_the_program_made_up_is_not_kept() {
     assert_eq!(String::from_utf8_lossy(&listed.stdout), "");
 }
 
-trial!(Everyone, a_sparse_file_of_many_names_is_laid_out_as_one);
-fn a_sparse_file_of_many_names_is_laid_out_as_one() {
+trial!(
+    Everyone,
+    a_sparse_file_with_many_names_is_laid_out_as_one_file
+);
+fn a_sparse_file_with_many_names_is_laid_out_as_one_file() {
     let test_home = TestHome::new();
     let size = test_home.path("size");
     let script = format!(

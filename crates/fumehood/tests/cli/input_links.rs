@@ -165,8 +165,8 @@ fn a_link_called_data_is_followed_when_it_is_submitted() {
     assert!(!ask(&["logs", "d"]).out().contains("SECRET"));
 }
 
-trial!(Everyone, links_in_data_lead_nowhere_outside_it);
-fn links_in_data_lead_nowhere_outside_it() {
+trial!(Everyone, links_in_data_show_nothing_outside_data);
+fn links_in_data_show_nothing_outside_data() {
     let test_home = test_home();
     test_home.write("project/data/table", "measured\n");
     let other = test_home.path("other");
@@ -185,8 +185,8 @@ fn links_in_data_lead_nowhere_outside_it() {
     }
 }
 
-trial!(Root, a_script_behind_anothers_link_is_not_copied);
-fn a_script_behind_anothers_link_is_not_copied() {
+trial!(Root, a_script_behind_another_users_link_is_not_copied);
+fn a_script_behind_another_users_link_is_not_copied() {
     let test_home = TestHome::new();
     let secret = test_home.write("secret", "the secret is out\n");
     let link = test_home.project.join("a.sh");

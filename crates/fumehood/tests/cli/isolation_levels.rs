@@ -21,8 +21,8 @@ fn layers(document: &Value) -> BTreeSet<&str> {
     layers.keys().map(String::as_str).collect()
 }
 
-trial!(Everyone, a_result_says_its_level);
-fn a_result_says_its_level() {
+trial!(Everyone, a_result_records_its_level);
+fn a_result_records_its_level() {
     let test_home = TestHome::new();
     test_home.write("data/numbers", "1 2 3");
     let script = "cat data/numbers > copy; ls -d data; chmod 640 copy; touch -d 2020-01-01 copy";
@@ -82,8 +82,8 @@ fn level_landlock_refuses_a_memory_workspace_and_moved_reads() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, semaphores_if_asked_for);
-fn semaphores_if_asked_for() {
+trial!(Everyone, shared_memory_host_permits_semaphores);
+fn shared_memory_host_permits_semaphores() {
     let test_home = TestHome::new();
     let pool = "import multiprocessing\nprint(multiprocessing.Pool(2).map(abs, [-1, 2]))";
     let off = test_home.python(LANDLOCK, pool);
@@ -93,8 +93,8 @@ fn semaphores_if_asked_for() {
     assert_eq!(on.good().trim(), "[1, 2]");
 }
 
-trial!(Root, the_floor_holds_for_an_exact_level);
-fn the_floor_holds_for_an_exact_level() {
+trial!(Root, the_floor_applies_to_an_exact_level);
+fn the_floor_applies_to_an_exact_level() {
     let test_home = TestHome::new();
     for policy in ["", "[floor]\nlevel = \"full\""] {
         with(&test_home, policy, &["--level", "landlock", "--", "true"]).refused(125, "floor");
@@ -183,10 +183,10 @@ fn a_run_gets_level_landlock_where_the_host_refuses_level_full() {
     assert_eq!(counted.good().trim(), long.len().to_string());
 }
 
-trial!(Everyone, a_request_talks_nobody_down);
+trial!(Everyone, a_failing_request_does_not_lower_the_level);
 /// A launch that fails because of the request is an error. Fumehood finds that the host offers level full, and does not lower
 /// the level.
-fn a_request_talks_nobody_down() {
+fn a_failing_request_does_not_lower_the_level() {
     let test_home = TestHome::new();
     std::fs::write(test_home.project.join("tool"), "no program").unwrap();
     let options = ["--json", "--input", "tool", "--", "./tool"];
@@ -197,9 +197,9 @@ fn a_request_talks_nobody_down() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, killed_at_level_landlock_nothing_stays);
+trial!(Everyone, a_killed_runner_leaves_nothing_at_level_landlock);
 /// The guardian outlives the runner until every process is dead, and keeps the workspace until then.
-fn killed_at_level_landlock_nothing_stays() {
+fn a_killed_runner_leaves_nothing_at_level_landlock() {
     let test_home = TestHome::new();
     let mark = fresh_id("outlive");
     let script = format!("(setsid sh -c 'echo up; sleep 600' {mark} &); sleep 600");

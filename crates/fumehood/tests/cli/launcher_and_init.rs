@@ -10,13 +10,19 @@ use testkit::{fresh_id, trial};
 
 use crate::exit_codes::below;
 
-trial!(Root, nothing_the_runner_was_started_with_is_inside);
-fn nothing_the_runner_was_started_with_is_inside() {
+trial!(
+    Root,
+    the_program_sees_nothing_of_the_runners_arguments_and_environment
+);
+fn the_program_sees_nothing_of_the_runners_arguments_and_environment() {
     beginnings(&[]);
 }
 
-trial!(Root, nor_at_level_landlock);
-fn nor_at_level_landlock() {
+trial!(
+    Root,
+    the_program_sees_nothing_of_the_runners_start_at_level_landlock
+);
+fn the_program_sees_nothing_of_the_runners_start_at_level_landlock() {
     beginnings(&["--level", "landlock"]);
 }
 
@@ -40,9 +46,12 @@ fn beginnings(level: &[&str]) {
     examine(command, secrets);
 }
 
-trial!(Root, nor_what_the_loader_was_set);
+trial!(
+    Root,
+    the_program_sees_nothing_of_the_runners_loader_variables
+);
 /// The dynamic loader keeps copies of the variables that configure it.
-fn nor_what_the_loader_was_set() {
+fn the_program_sees_nothing_of_the_runners_loader_variables() {
     let test_home = TestHome::new();
     let secret = fresh_id("loader");
     let options = ["--db", "none", "--", "sh", "-c", "echo up; sleep 600"];
@@ -77,9 +86,9 @@ fn examine(command: std::process::Command, secrets: [&String; 2]) {
     live.finish();
 }
 
-trial!(Everyone, the_callers_umask_is_not_the_programs);
+trial!(Everyone, the_program_does_not_inherit_the_callers_umask);
 /// With the caller's umask, files could be readable by their owner only, and the program has another uid.
-fn the_callers_umask_is_not_the_programs() {
+fn the_program_does_not_inherit_the_callers_umask() {
     let test_home = TestHome::new();
     let mut command = test_home.with_environment(std::process::Command::new("/bin/sh"));
     let script = "umask 077; exec \"$0\" run --quiet -- stat -c %a / /etc /etc/passwd /dev";
@@ -115,9 +124,9 @@ fn has_in_memory(pid: u32, what: &str) -> Option<bool> {
     Some(found)
 }
 
-trial!(Everyone, a_launcher_that_is_not_needed_is_gone);
+trial!(Everyone, an_unneeded_launcher_exits);
 /// A command that runs no program leaves no launcher, and a level that needs another launcher starts one.
-fn a_launcher_that_is_not_needed_is_gone() {
+fn an_unneeded_launcher_exits() {
     let test_home = TestHome::new();
     test_home
         .run(["--memory", "nonsense", "--", "true"])
@@ -139,11 +148,11 @@ fn a_launcher_that_is_not_needed_is_gone() {
 
 trial!(
     Everyone,
-    inits_threads_are_out_of_reach_whatever_their_numbers
+    the_program_cannot_change_inits_threads_whatever_their_ids
 );
 /// Init has the program's uid, so seccomp protects init's threads from the program by their thread ids. The ids vary: the
 /// process that makes a user namespace for the owner of a view takes the id that the watch thread has otherwise.
-fn inits_threads_are_out_of_reach_whatever_their_numbers() {
+fn the_program_cannot_change_inits_threads_whatever_their_ids() {
     const TRY: &str = "
 import os, resource
 usable = os.sched_getaffinity(0)
@@ -196,10 +205,13 @@ fn not_executable(at: &std::path::Path) {
     std::fs::set_permissions(at, std::fs::Permissions::from_mode(0o755)).unwrap();
 }
 
-trial!(Everyone, init_is_seen_dead_before_its_uid_is_given_back);
+trial!(
+    Everyone,
+    the_runner_waits_for_inits_death_before_it_returns_the_uid
+);
 /// Regression: if the program could not be executed, init reported that no process was left, and the runner did not wait for
 /// init itself.
-fn init_is_seen_dead_before_its_uid_is_given_back() {
+fn the_runner_waits_for_inits_death_before_it_returns_the_uid() {
     let test_home = TestHome::new();
     not_executable(&test_home.project.join("bad"));
     for (program, code) in [("true", 0), ("./bad", 126)] {
@@ -220,9 +232,9 @@ fn init_is_seen_dead_before_its_uid_is_given_back() {
     }
 }
 
-trial!(Everyone, a_failure_is_told_whatever_it_is_about);
+trial!(Everyone, a_launch_failure_with_a_long_path_is_reported);
 /// Regression: the text of a failure must fit into a message, however long a path becomes when its bytes are escaped.
-fn a_failure_is_told_whatever_it_is_about() {
+fn a_launch_failure_with_a_long_path_is_reported() {
     let test_home = TestHome::new();
     let name = "\u{1}".repeat(250);
     let deep = (0..13).fold(std::path::PathBuf::from("deep"), |path, _| path.join(&name));

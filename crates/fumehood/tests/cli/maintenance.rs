@@ -14,8 +14,8 @@ fn objects(test_home: &TestHome) -> u64 {
     status["artifacts"]["objects"].as_u64().unwrap()
 }
 
-trial!(Everyone, rm_takes_what_only_it_has);
-fn rm_takes_what_only_it_has() {
+trial!(Everyone, rm_removes_the_objects_that_no_other_analysis_has);
+fn rm_removes_the_objects_that_no_other_analysis_has() {
     let test_home = TestHome::new();
     test_home
         .sh(&["--id", "one"], "echo shared > s; echo own > o")
@@ -309,8 +309,8 @@ fn verify_finds_every_damage() {
     assert_eq!(test_home.ask(["verify"]).code(), 125);
 }
 
-trial!(Everyone, the_database_tells_of_itself);
-fn the_database_tells_of_itself() {
+trial!(Everyone, db_commands_report_migrate_and_export);
+fn db_commands_report_migrate_and_export() {
     let test_home = TestHome::new();
     test_home
         .sh(

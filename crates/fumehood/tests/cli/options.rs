@@ -167,8 +167,8 @@ fn scripts_run_by_their_first_line() {
     test_home.run(["odd.py"]).refused(127, "/nowhere/python3");
 }
 
-trial!(Everyone, arguments_after_the_script_are_its_own);
-fn arguments_after_the_script_are_its_own() {
+trial!(Everyone, arguments_after_the_script_go_to_the_script);
+fn arguments_after_the_script_go_to_the_script() {
     let test_home = TestHome::new();
     test_home.write("project/a.py", "import sys; print(sys.argv[1:])\n");
     let out = test_home
@@ -501,8 +501,8 @@ fn read_refuses_what_must_stay_hidden() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, siblings_come_if_asked_for);
-fn siblings_come_if_asked_for() {
+trial!(Everyone, siblings_shows_the_modules_beside_the_script);
+fn siblings_shows_the_modules_beside_the_script() {
     let test_home = TestHome::new();
     let main = "import utils\nfrom lib import model\nprint(utils.X, model.Y)\n";
     test_home.write("project/pkg/main.py", main);
@@ -563,8 +563,8 @@ fn siblings_come_if_asked_for() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, env_sets_and_hands_on);
-fn env_sets_and_hands_on() {
+trial!(Everyone, env_sets_variables_and_passes_them_on);
+fn env_sets_variables_and_passes_them_on() {
     let test_home = TestHome::new();
     let script = "echo $SEED,$PASSED,$EMPTY-,$HOME,$TZ,$MPLBACKEND-";
     let options = [
@@ -589,8 +589,8 @@ fn env_sets_and_hands_on() {
     }
 }
 
-trial!(Everyone, nothing_else_of_the_environment_is_there);
-fn nothing_else_of_the_environment_is_there() {
+trial!(Everyone, no_other_variable_is_in_the_environment);
+fn no_other_variable_is_in_the_environment() {
     let test_home = TestHome::new();
     let script = "cat /proc/*/environ | tr '\\0' '\\n'; env; cat /proc/*/cmdline";
     let mut command = test_home.run_command(["--id", "closed", "--", "sh", "-c", script]);
@@ -614,8 +614,8 @@ fn nothing_else_of_the_environment_is_there() {
     }
 }
 
-trial!(Everyone, stdin_is_empty_a_file_or_ours);
-fn stdin_is_empty_a_file_or_ours() {
+trial!(Everyone, stdin_is_empty_by_default_a_file_or_the_callers);
+fn stdin_is_empty_by_default_a_file_or_the_callers() {
     let test_home = TestHome::new();
     test_home.write("project/in.txt", "from a file\n");
     assert_eq!(test_home.sh(&[], "cat; echo end").good(), "end\n");
@@ -758,8 +758,8 @@ fn data_may_lie_elsewhere() {
         .refused(125, "is not a directory");
 }
 
-trial!(Everyone, data_of_roots_own_is_read);
-fn data_of_roots_own_is_read() {
+trial!(Everyone, data_that_only_its_owner_may_read_is_readable);
+fn data_that_only_its_owner_may_read_is_readable() {
     let test_home = TestHome::new();
     let file = test_home.write("project/data/d", "closed\n");
     set_mode(&file, 0o600);
@@ -773,8 +773,11 @@ fn data_of_roots_own_is_read() {
     assert_eq!(std::fs::read(&file).unwrap(), b"closed\n");
 }
 
-trial!(Everyone, the_rest_of_the_project_is_absent);
-fn the_rest_of_the_project_is_absent() {
+trial!(
+    Everyone,
+    files_of_the_project_that_were_not_asked_for_are_absent
+);
+fn files_of_the_project_that_were_not_asked_for_are_absent() {
     let test_home = TestHome::new();
     for name in [
         "project/.env",
@@ -831,9 +834,12 @@ fn limits_reach_the_program() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, unfirm_limits_stop_the_run);
+trial!(
+    Everyone,
+    a_limit_that_cannot_be_enforced_firmly_stops_the_run
+);
 /// A requested limit that this host cannot enforce firmly stops the run, unless --allow-degraded names it.
-fn unfirm_limits_stop_the_run() {
+fn a_limit_that_cannot_be_enforced_firmly_stops_the_run() {
     let test_home = TestHome::new();
     let document = test_home.sh_json(&["--memory", "256M", "--allow-degraded", "memory"], "true");
     let hardness = document["limits"]["memory"]["how_hard"]
@@ -849,8 +855,11 @@ fn unfirm_limits_stop_the_run() {
     assert!(test_home.sh(&[], "true").err().contains("memory by"));
 }
 
-trial!(Everyone, variables_and_files_set_options);
-fn variables_and_files_set_options() {
+trial!(
+    Everyone,
+    environment_variables_and_settings_files_set_options
+);
+fn environment_variables_and_settings_files_set_options() {
     let test_home = TestHome::new();
     let asked =
         |document: &serde_json::Value| document["limits"]["wall_time"]["asked"].as_u64().unwrap();
@@ -891,8 +900,8 @@ fn variables_and_files_set_options() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, the_project_is_where_we_say);
-fn the_project_is_where_we_say() {
+trial!(Everyone, project_sets_the_project_directory);
+fn project_sets_the_project_directory() {
     let test_home = TestHome::new();
     test_home.write("project/data/d", "here\n");
     test_home.write("elsewhere/keep", "");

@@ -10,8 +10,8 @@ use testkit::program;
 use testkit::trial;
 use testkit::wait::eventually;
 
-trial!(Everyone, passes_through_live);
-fn passes_through_live() {
+trial!(Everyone, output_arrives_while_the_program_runs);
+fn output_arrives_while_the_program_runs() {
     let test_home = TestHome::new();
     let script = "echo out; echo err >&2; read go; echo more; printf unfinished";
     let mut command = test_home.run_command(["--stdin", "-", "--", "sh", "-c", script]);
@@ -69,8 +69,8 @@ fn bytes_are_escaped_without_loss() {
     assert_eq!(ended.stdout, (0..=255).collect::<Vec<u8>>());
 }
 
-trial!(Everyone, our_own_lines_cannot_steer_a_terminal);
-fn our_own_lines_cannot_steer_a_terminal() {
+trial!(Everyone, messages_of_fumehood_are_escaped_on_a_terminal);
+fn messages_of_fumehood_are_escaped_on_a_terminal() {
     let test_home = TestHome::new();
     for args in [
         vec!["--", "\u{1b}[31mno-such"],
@@ -108,8 +108,8 @@ fn our_own_lines_cannot_steer_a_terminal() {
     assert!(own.iter().all(|l| !l.contains('\u{1b}')), "{own:?}");
 }
 
-trial!(Everyone, quiet_says_nothing);
-fn quiet_says_nothing() {
+trial!(Everyone, quiet_prints_no_summary);
+fn quiet_prints_no_summary() {
     let test_home = TestHome::new();
     let ended = test_home.sh(&["--quiet"], "echo out; exit 3");
     assert_eq!(
@@ -249,8 +249,8 @@ fn an_endless_line_costs_bounded_memory() {
     );
 }
 
-trial!(Everyone, a_reader_may_leave_early);
-fn a_reader_may_leave_early() {
+trial!(Everyone, a_closed_stdout_does_not_stop_the_program);
+fn a_closed_stdout_does_not_stop_the_program() {
     let test_home = TestHome::new();
     let script = "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); echo line $i; done; echo done > finished; \
         [ -e finished ] && exit 7";
@@ -283,8 +283,8 @@ fn a_reader_may_leave_early() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, a_slow_reader_stops_no_deadline);
-fn a_slow_reader_stops_no_deadline() {
+trial!(Everyone, an_unread_stdout_does_not_delay_the_deadline);
+fn an_unread_stdout_does_not_delay_the_deadline() {
     let test_home = TestHome::new();
     let script = "while :; do echo a line that nobody reads; done";
     let mut command = test_home.run_command([
@@ -331,8 +331,8 @@ fn hint<'a>(document: &'a Value, kind: &str) -> &'a str {
     text
 }
 
-trial!(Everyone, a_hidden_path_gives_the_line);
-fn a_hidden_path_gives_the_line() {
+trial!(Everyone, a_hint_suggests_the_option_for_a_hidden_path);
+fn a_hint_suggests_the_option_for_a_hidden_path() {
     let test_home = TestHome::new();
     let file = test_home.write("reference/table.csv", "table\n");
     let path = file.to_str().unwrap();
@@ -384,8 +384,11 @@ fn a_hint_suggests_the_option_for_a_project_file() {
     );
 }
 
-trial!(Everyone, network_and_modules_give_hints);
-fn network_and_modules_give_hints() {
+trial!(
+    Everyone,
+    hints_explain_a_missing_network_and_missing_modules
+);
+fn hints_explain_a_missing_network_and_missing_modules() {
     let test_home = TestHome::new();
     let fetch = "import urllib.request; urllib.request.urlopen('http://example.org/')";
     assert!(
@@ -436,8 +439,8 @@ fn hints_offer_no_secrets() {
     }
 }
 
-trial!(Everyone, timings_are_told_when_asked_for);
-fn timings_are_told_when_asked_for() {
+trial!(Everyone, timings_are_printed_on_request_only);
+fn timings_are_printed_on_request_only() {
     let test_home = TestHome::new();
     let ended = test_home.sh(&["--timings", "--quiet"], "true");
     ended.good();

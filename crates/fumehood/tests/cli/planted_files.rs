@@ -224,9 +224,9 @@ fn a_data_link_to_what_is_private_is_refused() {
     test_home.sh(&[], "true").refused(125, "    --docs ");
 }
 
-trial!(Everyone, a_data_link_is_judged_by_where_homes_really_are);
+trial!(Everyone, a_data_link_into_a_home_behind_a_link_is_refused);
 /// If the path `$HOME` contains a link, as /home is on many hosts, the hidden directories in it are just as private.
-fn a_data_link_is_judged_by_where_homes_really_are() {
+fn a_data_link_into_a_home_behind_a_link_is_refused() {
     let test_home = TestHome::new();
     test_home.write("person/.ssh/id", "secret\n");
     let home = test_home.path("linked-home");
@@ -333,8 +333,8 @@ fn fumehoods_own_files_are_not_shown_or_copied() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, the_kernels_directories_hold_no_workspace);
-fn the_kernels_directories_hold_no_workspace() {
+trial!(Everyone, a_workspace_in_the_kernels_directories_is_refused);
+fn a_workspace_in_the_kernels_directories_is_refused() {
     let test_home = TestHome::new();
     let link = test_home.path("link");
     symlink("/dev/shm", &link).unwrap();

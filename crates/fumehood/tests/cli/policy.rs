@@ -386,8 +386,8 @@ fn a_file_others_can_write_is_refused() {
     test_home.sh(&[], "true").refused(125, "not a regular file");
 }
 
-trial!(Root, a_file_of_anothers_is_refused);
-fn a_file_of_anothers_is_refused() {
+trial!(Root, another_users_settings_file_is_refused);
+fn another_users_settings_file_is_refused() {
     let test_home = TestHome::new();
     let (uid, gid) = account::uid_and_gid();
     let file = test_home.write("project/fumehood.toml", "timeout = 60\n");

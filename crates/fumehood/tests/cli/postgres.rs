@@ -84,8 +84,8 @@ impl PostgresHome {
     }
 }
 
-trial!(Everyone, a_run_is_recorded_there);
-fn a_run_is_recorded_there() {
+trial!(Everyone, a_run_is_recorded_on_postgresql);
+fn a_run_is_recorded_on_postgresql() {
     let postgres_home = PostgresHome::new();
     let script = "echo '{\"p_value\": 0.03, \"big\": 12345678901234567890}' > result.json; head -c 2M /dev/zero > large; echo out; echo err >&2; ln -s x l; exit 3";
     let ended = postgres_home.sh(&["--id", "pg"], script);
@@ -185,9 +185,9 @@ fn a_run_is_recorded_there() {
     postgres_home.test_home.assert_nothing_left();
 }
 
-trial!(Everyone, hostile_outputs_are_recorded_there);
+trial!(Everyone, hostile_outputs_are_recorded_on_postgresql);
 /// Nothing a program writes makes the transaction fail.
-fn hostile_outputs_are_recorded_there() {
+fn hostile_outputs_are_recorded_on_postgresql() {
     let postgres_home = PostgresHome::new();
     let script = r#"
 import os
@@ -357,9 +357,9 @@ fn the_documented_grants_are_enough() {
     );
 }
 
-trial!(Everyone, another_machine_reads_what_is_small);
+trial!(Everyone, another_machine_reads_inline_outputs);
 /// A second home stands for a second machine: the two share no files.
-fn another_machine_reads_what_is_small() {
+fn another_machine_reads_inline_outputs() {
     let postgres_home = PostgresHome::new();
     let script = "echo small > small; head -c 3M /dev/urandom > large; for i in 1 2 3 4; do echo line $i; done";
     postgres_home.sh(&["--id", "m"], script).good();
@@ -555,9 +555,12 @@ fn a_password_is_never_shown() {
     );
 }
 
-trial!(Everyone, an_end_while_it_is_away_is_committed_later);
+trial!(
+    Everyone,
+    a_run_that_ends_while_the_server_is_away_is_committed_later
+);
 /// The server's socket is removed while the program runs, and restored later.
-fn an_end_while_it_is_away_is_committed_later() {
+fn a_run_that_ends_while_the_server_is_away_is_committed_later() {
     let postgres_home = PostgresHome::new();
     let front = postgres_home.test_home.path("front");
     std::fs::create_dir(&front).unwrap();

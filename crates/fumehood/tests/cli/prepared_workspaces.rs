@@ -8,8 +8,8 @@ use store::types::crash_points;
 use testkit::home::{TestHome, set_mode};
 use testkit::trial;
 
-trial!(Everyone, a_life_step_by_step);
-fn a_life_step_by_step() {
+trial!(Everyone, each_command_of_a_prepared_workspace_does_its_step);
+fn each_command_of_a_prepared_workspace_does_its_step() {
     let test_home = TestHome::new();
     let path = test_home.ask(["workspace", "create", "w"]).good();
     let workspace = test_home.workspace("w");
@@ -219,8 +219,11 @@ fn a_workspace_is_run_in_once() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, hostile_outputs_are_refused_here_too);
-fn hostile_outputs_are_refused_here_too() {
+trial!(
+    Everyone,
+    hostile_outputs_of_a_prepared_workspace_are_refused
+);
+fn hostile_outputs_of_a_prepared_workspace_are_refused() {
     let test_home = TestHome::new();
     test_home.ask(["workspace", "create", "w"]).good();
     // Links that the user put there are not followed either.
@@ -376,8 +379,8 @@ fn record_collects_a_directory_as_untrusted() {
     assert_eq!(std::fs::read(&secret).unwrap(), b"not handed in");
 }
 
-trial!(Everyone, without_a_record_the_steps_still_work);
-fn without_a_record_the_steps_still_work() {
+trial!(Everyone, the_steps_work_without_a_database);
+fn the_steps_work_without_a_database() {
     let test_home = TestHome::new();
     test_home
         .ask(["workspace", "create", "w", "--db", "none"])

@@ -339,10 +339,10 @@ impl Drop for UnrelatedProcess {
     }
 }
 
-trial!(Everyone, only_the_runner_itself_is_signalled);
+trial!(Everyone, cancel_signals_no_process_but_the_runner);
 /// A runner's record outlives the runner, and the kernel may give its pid to another process. `cancel` must not signal that
 /// process, neither while the run directory is unlocked nor while a process that cleans it up has locked it.
-fn only_the_runner_itself_is_signalled() {
+fn cancel_signals_no_process_but_the_runner() {
     let test_home = TestHome::new();
     let id = fresh_id("forged");
     let mut run = test_home.start(["--id", &id, "--", "sh", "-c", ENDS_ON_SIGTERM]);
@@ -398,8 +398,8 @@ fn only_the_runner_itself_is_signalled() {
     std::fs::remove_dir_all(dir.parent().unwrap()).unwrap();
 }
 
-trial!(Everyone, wait_exits_as_run_would_have);
-fn wait_exits_as_run_would_have() {
+trial!(Everyone, wait_exits_with_the_code_of_run);
+fn wait_exits_with_the_code_of_run() {
     let test_home = TestHome::new();
     let wait = |ids: &[&str]| test_home.ask(["wait"].iter().chain(ids));
     test_home.sh(&["--id", "good"], "true").good();
@@ -454,8 +454,8 @@ fn gated(test_home: &TestHome, id: &str) -> (RunningCommand, PathBuf) {
     (run, test_home.workspace(id).join("gate"))
 }
 
-trial!(Everyone, wait_hears_of_the_end_and_of_a_removal);
-fn wait_hears_of_the_end_and_of_a_removal() {
+trial!(Everyone, wait_returns_at_the_end_and_at_a_removal);
+fn wait_returns_at_the_end_and_at_a_removal() {
     let test_home = TestHome::new();
     let (run, gate) = gated(&test_home, "gated");
     let over = test_home.ask(["wait", "gated", "--timeout", "300ms"]);
@@ -487,8 +487,8 @@ fn wait_hears_of_the_end_and_of_a_removal() {
     wait.finish().refused(125, "no analysis matches \"soon\"");
 }
 
-trial!(Everyone, wait_hears_of_the_end_on_postgresql);
-fn wait_hears_of_the_end_on_postgresql() {
+trial!(Everyone, wait_returns_at_the_end_on_postgresql);
+fn wait_returns_at_the_end_on_postgresql() {
     let mut home = HomeWithStore::postgresql();
     home.submit("far", "ada", 0, 0);
     let claimed = home.claim("another-machine");
@@ -617,8 +617,8 @@ fn a_workers_attempt_can_be_followed_waited_for_and_cancelled() {
     home.test_home.assert_nothing_left();
 }
 
-trial!(Everyone, retry_says_what_to_do_instead);
-fn retry_says_what_to_do_instead() {
+trial!(Everyone, retry_names_the_command_to_use_instead);
+fn retry_names_the_command_to_use_instead() {
     let mut home = HomeWithStore::sqlite();
     home.test_home.sh(&["--id", "typed"], "true").good();
     home.ask(&["retry", "typed"])
@@ -640,8 +640,8 @@ fn retry_says_what_to_do_instead() {
     assert!(listed.contains("sent@2  queued"), "{listed}");
 }
 
-trial!(Everyone, top_prints_once_where_nobody_looks);
-fn top_prints_once_where_nobody_looks() {
+trial!(Everyone, top_prints_once_without_a_terminal);
+fn top_prints_once_without_a_terminal() {
     let mut home = HomeWithStore::sqlite();
     let empty = home.ask(&["top"]).good();
     assert!(
@@ -733,8 +733,8 @@ print(json.dumps({"code": os.waitstatus_to_exitcode(status), "raw": raw, "as_bef
     "drawn": drawn.decode(), "small": small.decode()}))
 "#;
 
-trial!(Everyone, top_gives_the_terminal_back);
-fn top_gives_the_terminal_back() {
+trial!(Everyone, top_restores_the_terminal);
+fn top_restores_the_terminal() {
     let mut home = HomeWithStore::sqlite();
     home.submit("one-that-has-a-long-name", "ada", 0, 0);
     for (how, code) in [("q", 0), ("ctrl-c", 0), ("term", 143), ("size", 0)] {

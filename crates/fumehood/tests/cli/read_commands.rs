@@ -69,8 +69,8 @@ fn a_list_is_filtered_and_bounded() {
     }
 }
 
-trial!(Everyone, an_analysis_is_found_by_what_names_it);
-fn an_analysis_is_found_by_what_names_it() {
+trial!(Everyone, analyses_are_found_by_id_prefix_attempt_and_last);
+fn analyses_are_found_by_id_prefix_attempt_and_last() {
     let test_home = TestHome::new();
     for id in ["gwas-7", "gwas-70", "fit", "Fit", "a.b_c"] {
         test_home
@@ -112,8 +112,8 @@ fn an_analysis_is_found_by_what_names_it() {
     }
 }
 
-trial!(Everyone, all_of_an_attempt_is_shown);
-fn all_of_an_attempt_is_shown() {
+trial!(Everyone, show_prints_every_part_of_an_attempt);
+fn show_prints_every_part_of_an_attempt() {
     let test_home = TestHome::new();
     test_home.write("project/data/x", "1");
     let script = "echo '{\"p\": 0.5}' > result.json; echo hi; echo oh >&2; ln -s x l; exit 3";
@@ -167,8 +167,8 @@ fn all_of_an_attempt_is_shown() {
     assert_eq!(first["attempts"].as_array().unwrap().len(), 2);
 }
 
-trial!(Everyone, outputs_are_written_as_they_were);
-fn outputs_are_written_as_they_were() {
+trial!(Everyone, outputs_writes_files_as_they_were);
+fn outputs_writes_files_as_they_were() {
     let test_home = TestHome::new();
     let script = "mkdir p; head -c 2M /dev/urandom > p/large; echo a > p/a.txt; echo b > b.txt; : > empty; sha256sum p/large";
     let sum = test_home.sh(&["--id", "o"], script).good();
@@ -305,8 +305,8 @@ fn logs_are_printed_and_followed() {
     assert_eq!(test_home.ask(["logs", "f"]).good(), expected);
 }
 
-trial!(Everyone, a_reader_that_leaves_is_no_error);
-fn a_reader_that_leaves_is_no_error() {
+trial!(Everyone, a_closed_stdout_is_no_error);
+fn a_closed_stdout_is_no_error() {
     let test_home = TestHome::new();
     test_home
         .python(

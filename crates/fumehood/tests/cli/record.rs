@@ -120,8 +120,8 @@ os.utime('table.csv', (1000000000, 1000000000))"
     );
 }
 
-trial!(Everyone, inputs_and_caches_are_no_outputs);
-fn inputs_and_caches_are_no_outputs() {
+trial!(Everyone, inputs_and_caches_are_not_collected);
+fn inputs_and_caches_are_not_collected() {
     let test_home = TestHome::new();
     test_home.write("project/a.txt", "as it was");
     test_home.write("project/b.txt", "as it was, too");
@@ -157,8 +157,8 @@ fn inputs_and_caches_are_no_outputs() {
     assert_eq!(paths, [&json!("w")]);
 }
 
-trial!(Everyone, a_result_is_a_value_for_sql);
-fn a_result_is_a_value_for_sql() {
+trial!(Everyone, sql_reads_values_of_a_result);
+fn sql_reads_values_of_a_result() {
     let test_home = TestHome::new();
     let result = r#"{"p_value": 0.03125, "n": 12345678901, "name": "\u00e4 \ud83e\uddea", "list": [1, null, true]}"#;
     test_home.write("project/r.json", result);
@@ -200,8 +200,8 @@ fn a_result_is_a_value_for_sql() {
     assert_eq!(row, [[Value::Null, Value::Null]]);
 }
 
-trial!(Everyone, equal_content_is_kept_once);
-fn equal_content_is_kept_once() {
+trial!(Everyone, equal_content_is_stored_once);
+fn equal_content_is_stored_once() {
     let test_home = TestHome::new();
     test_home
         .sh(
@@ -237,8 +237,8 @@ type ExpectedEnd = (
     &'static str,
 );
 
-trial!(Everyone, every_end_is_recorded);
-fn every_end_is_recorded() {
+trial!(Everyone, every_kind_of_end_is_recorded);
+fn every_kind_of_end_is_recorded() {
     let test_home = TestHome::new();
     let leave = "echo partial > left; echo said; echo oops >&2; ";
     let ends: [ExpectedEnd; 5] = [
@@ -375,8 +375,8 @@ fn logs_are_kept_as_printed() {
     assert!(shown.len() < 80 << 10);
 }
 
-trial!(Everyone, provenance_tells_what_it_was_made_from);
-fn provenance_tells_what_it_was_made_from() {
+trial!(Everyone, provenance_records_command_inputs_and_environment);
+fn provenance_records_command_inputs_and_environment() {
     let test_home = TestHome::new();
     test_home.write("project/data/table.csv", "1,2\n");
     test_home.write("project/docs/about.md", "x");
@@ -474,8 +474,8 @@ fn provenance_tells_what_it_was_made_from() {
     );
 }
 
-trial!(Everyone, a_git_project_is_known_by_its_commit);
-fn a_git_project_is_known_by_its_commit() {
+trial!(Everyone, provenance_records_the_commit_of_a_git_project);
+fn provenance_records_the_commit_of_a_git_project() {
     let test_home = TestHome::new();
     test_home.write("project/a.py", "print(1)\n");
     let git = |args: &[&str]| {
@@ -536,8 +536,8 @@ pub fn files_with(dir: &Path, marker: &[u8]) -> Vec<String> {
     found
 }
 
-trial!(Everyone, secrets_are_withheld);
-fn secrets_are_withheld() {
+trial!(Everyone, secret_values_are_not_recorded);
+fn secret_values_are_not_recorded() {
     let test_home = TestHome::new();
     let options = [
         "--id",
@@ -589,8 +589,8 @@ fn secrets_are_withheld() {
     }
 }
 
-trial!(Everyone, bounds_keep_what_fits);
-fn bounds_keep_what_fits() {
+trial!(Everyone, collection_bounds_keep_the_outputs_that_fit);
+fn collection_bounds_keep_the_outputs_that_fit() {
     let test_home = TestHome::new();
     let script = "mkdir -p a/b/c; echo 1 > one; echo 22 > two; head -c 3000 /dev/zero > three; echo 4 > a/b/c/four; echo 5 > a/five";
     let all = test_home.sh_json(&[], script);
@@ -853,8 +853,8 @@ fn without_a_database_nothing_is_recorded() {
     assert_eq!(list["analyses"][0]["id"], "there", "{list}");
 }
 
-trial!(Root, the_operator_names_the_database);
-fn the_operator_names_the_database() {
+trial!(Root, the_policy_sets_what_is_recorded_and_where);
+fn the_policy_sets_what_is_recorded_and_where() {
     let test_home = TestHome::new();
     let required = "[record]\nrequired = true";
     policy::with(&test_home, required, &["--db", "none", "--", "true"]).refused(125, "requires");
@@ -896,8 +896,8 @@ fn configure_step(test_home: &TestHome, program: &Path, more: &str) {
     test_home.write("person/.config/fumehood/config.toml", text);
 }
 
-trial!(Everyone, the_platforms_step_runs_after_the_commit);
-fn the_platforms_step_runs_after_the_commit() {
+trial!(Everyone, the_post_process_command_runs_after_the_commit);
+fn the_post_process_command_runs_after_the_commit() {
     let test_home = TestHome::new();
     let (told, seen) = (test_home.path("told.json"), test_home.path("seen"));
     let db = test_home.home.join("fumehood.db");
@@ -958,8 +958,11 @@ fn the_platforms_step_runs_after_the_commit() {
     );
 }
 
-trial!(Everyone, a_failed_step_is_told_and_repeated);
-fn a_failed_step_is_told_and_repeated() {
+trial!(
+    Everyone,
+    a_failed_post_process_command_is_reported_and_repeated
+);
+fn a_failed_post_process_command_is_reported_and_repeated() {
     let test_home = TestHome::new();
     let keys = test_home.path("keys");
     let body = |end: &str| {
@@ -1013,8 +1016,8 @@ fn a_failed_step_is_told_and_repeated() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, a_step_that_hangs_is_ended);
-fn a_step_that_hangs_is_ended() {
+trial!(Everyone, a_hanging_post_process_command_is_ended);
+fn a_hanging_post_process_command_is_ended() {
     let test_home = TestHome::new();
     let marker = fresh_id("step");
     let body = format!(
@@ -1065,8 +1068,8 @@ fn a_projects_file_cannot_set_the_post_process_command() {
     assert!(!ran.exists());
 }
 
-trial!(Everyone, without_room_nothing_starts);
-fn without_room_nothing_starts() {
+trial!(Everyone, no_run_starts_without_free_space);
+fn no_run_starts_without_free_space() {
     let test_home = TestHome::new();
     test_home
         .sh(&["--free-reserve", "0"], "head -c 2M /dev/urandom > f")

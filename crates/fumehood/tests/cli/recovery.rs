@@ -88,8 +88,8 @@ fn a_prepared_workspace_outlives_a_crash_after_it_ran() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, a_workspace_that_is_gone_is_not_called_complete);
-fn a_workspace_that_is_gone_is_not_called_complete() {
+trial!(Everyone, an_attempt_whose_workspace_is_gone_is_incomplete);
+fn an_attempt_whose_workspace_is_gone_is_incomplete() {
     let test_home = TestHome::new();
     test_home.ask(["workspace", "create", "w"]).good();
     test_home
@@ -105,9 +105,9 @@ fn a_workspace_that_is_gone_is_not_called_complete() {
 
 trial!(
     Everyone,
-    an_older_copy_of_the_database_gets_the_attempt_anew
+    an_attempt_is_committed_again_to_an_older_copy_of_the_database
 );
-fn an_older_copy_of_the_database_gets_the_attempt_anew() {
+fn an_attempt_is_committed_again_to_an_older_copy_of_the_database() {
     let test_home = TestHome::new();
     test_home.sh(&["--id", "before"], "true").good();
     // The process that closes the database last copies the log into the database file.
@@ -126,8 +126,8 @@ fn an_older_copy_of_the_database_gets_the_attempt_anew() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, in_recovery_the_content_decides_not_the_time);
-fn in_recovery_the_content_decides_not_the_time() {
+trial!(Everyone, recovery_compares_content_and_not_times);
+fn recovery_compares_content_and_not_times() {
     let test_home = TestHome::new();
     run_with_fault(&test_home, "manifest_written=kill", &["--id", "t"], LEAVES);
     let file = std::fs::File::options()
@@ -169,8 +169,8 @@ fn discarding_an_uncommitted_attempt_leaves_nothing() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, a_database_that_was_exchanged_is_not_committed_to);
-fn a_database_that_was_exchanged_is_not_committed_to() {
+trial!(Everyone, a_run_does_not_commit_to_an_exchanged_database);
+fn a_run_does_not_commit_to_an_exchanged_database() {
     let test_home = TestHome::new();
     test_home.sh(&["--id", "before"], "true").good();
     // The process that closes the database last copies the log into the database file.
@@ -199,8 +199,11 @@ fn a_database_that_was_exchanged_is_not_committed_to() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, an_older_copy_of_the_database_frees_nothing);
-fn an_older_copy_of_the_database_frees_nothing() {
+trial!(
+    Everyone,
+    gc_with_an_older_copy_of_the_database_removes_no_object
+);
+fn gc_with_an_older_copy_of_the_database_removes_no_object() {
     let test_home = TestHome::new();
     test_home.sh(&["--id", "before"], "echo before > f").good();
     test_home.gc(&[]).good();

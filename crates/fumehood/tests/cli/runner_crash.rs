@@ -39,8 +39,8 @@ fn assert_no_trace(test_home: &TestHome, id: &str) {
     assert_eq!(processes_with(id), [0u32; 0], "processes");
 }
 
-trial!(Everyone, killed_at_any_moment_nothing_stays);
-fn killed_at_any_moment_nothing_stays() {
+trial!(Everyone, a_runner_killed_at_a_random_moment_leaves_nothing);
+fn a_runner_killed_at_a_random_moment_leaves_nothing() {
     let test_home = TestHome::new();
     let mut random = RandomNumbers(2);
     let stem = fresh_id("crash");
@@ -67,8 +67,8 @@ fn killed_at_any_moment_nothing_stays() {
     );
 }
 
-trial!(Everyone, killed_while_it_cleans_up_nothing_stays);
-fn killed_while_it_cleans_up_nothing_stays() {
+trial!(Everyone, a_runner_killed_while_it_cleans_up_leaves_nothing);
+fn a_runner_killed_while_it_cleans_up_leaves_nothing() {
     let test_home = TestHome::new();
     let mut random = RandomNumbers(5);
     let stem = fresh_id("end");
@@ -103,8 +103,11 @@ fn assert_keep_finished(test_home: &TestHome, id: &str) {
     assert_no_trace(test_home, id);
 }
 
-trial!(Everyone, killed_while_it_keeps_no_cgroup_stays);
-fn killed_while_it_keeps_no_cgroup_stays() {
+trial!(
+    Everyone,
+    a_runner_killed_while_it_keeps_the_workspace_leaves_no_cgroup
+);
+fn a_runner_killed_while_it_keeps_the_workspace_leaves_no_cgroup() {
     let test_home = TestHome::new();
     let stem = fresh_id("keep");
     let script = "echo kept > result; mkdir -p a/b; : > a/b/c; echo last";
@@ -169,8 +172,8 @@ fn kill_points_of_keeping(test_home: &TestHome, args: &[String]) -> Vec<(String,
     numbered.skip(first.min(saved)).collect()
 }
 
-trial!(Everyone, killed_in_the_middle_its_processes_die);
-fn killed_in_the_middle_its_processes_die() {
+trial!(Everyone, the_processes_of_a_killed_runner_die);
+fn the_processes_of_a_killed_runner_die() {
     let test_home = TestHome::new();
     let id = fresh_id("middle");
     // A daemon, a stopped process and an orphan: none of them survives.
@@ -221,8 +224,11 @@ fn gc_finishes_what_a_dead_runner_left() {
     assert_eq!(test_home.gc(&[]).good(), "");
 }
 
-trial!(Everyone, a_damaged_record_is_told_and_harms_nothing);
-fn a_damaged_record_is_told_and_harms_nothing() {
+trial!(
+    Everyone,
+    a_damaged_run_record_is_reported_and_stops_no_other_run
+);
+fn a_damaged_run_record_is_reported_and_stops_no_other_run() {
     let test_home = TestHome::new();
     let victim = test_home.write("victim/precious", "x");
     let dir = test_home.home.join("runs/odd/1");

@@ -390,8 +390,8 @@ fn console_scripts_find_their_python() {
     );
 }
 
-trial!(Everyone, a_closed_prefix_runs);
-fn a_closed_prefix_runs() {
+trial!(Everyone, an_environment_in_a_closed_directory_runs);
+fn an_environment_in_a_closed_directory_runs() {
     let test_home = TestHome::new();
     let prefix = test_home.path("closed/deeper/env");
     std::fs::create_dir_all(prefix.parent().unwrap()).unwrap();
@@ -413,8 +413,8 @@ fn a_closed_prefix_runs() {
     assert_eq!(ended.good(), format!("{} ['deeper']\n", prefix.display()));
 }
 
-trial!(Everyone, runtime_names_one);
-fn runtime_names_one() {
+trial!(Everyone, the_runtime_option_selects_an_environment);
+fn the_runtime_option_selects_an_environment() {
     let test_home = TestHome::new();
     let prefix = test_home.path("envs/paper");
     make_venv(&prefix);
@@ -455,8 +455,8 @@ fn runtime_names_one() {
     assert_from(&finish(command), &prefix);
 }
 
-trial!(Everyone, homes_and_projects_are_refused);
-fn homes_and_projects_are_refused() {
+trial!(Everyone, homes_and_projects_are_refused_as_runtimes);
+fn homes_and_projects_are_refused_as_runtimes() {
     let test_home = TestHome::new();
     for name in ["person", "project"] {
         test_home.write_program(&format!("{name}/bin/tool"), "#!/bin/sh\necho ran\n");
@@ -536,8 +536,11 @@ fn a_venv_pointing_at_a_home_is_refused() {
     assert!(!ended.out().contains("SECRET"));
 }
 
-trial!(Everyone, another_python_is_never_taken_silently);
-fn another_python_is_never_taken_silently() {
+trial!(
+    Everyone,
+    another_python_than_the_active_one_is_used_only_with_a_notice
+);
+fn another_python_than_the_active_one_is_used_only_with_a_notice() {
     let test_home = TestHome::new();
     let prefix = test_home.path("envs/paper");
     make_venv(&prefix);

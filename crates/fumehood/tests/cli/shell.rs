@@ -120,8 +120,11 @@ impl Drop for Terminal {
     }
 }
 
-trial!(Everyone, runs_commands_and_passes_the_code);
-fn runs_commands_and_passes_the_code() {
+trial!(
+    Everyone,
+    the_shell_runs_commands_and_passes_the_exit_code_on
+);
+fn the_shell_runs_commands_and_passes_the_exit_code_on() {
     let test_home = TestHome::new();
     let mut terminal = Terminal::shell(&test_home, &["--id", "sh"]);
     // The terminal echoes the input, so the expected output must differ from the input.
@@ -168,8 +171,8 @@ fn the_window_size_arrives() {
     assert_eq!(terminal.exit_code(), Some(0));
 }
 
-trial!(Everyone, sees_what_run_would_see);
-fn sees_what_run_would_see() {
+trial!(Everyone, the_shell_sees_the_same_files_as_run);
+fn the_shell_sees_the_same_files_as_run() {
     let test_home = TestHome::new();
     test_home.write("project/data/d.txt", "shown\n");
     test_home.write("project/in.txt", "copied\n");
@@ -197,8 +200,8 @@ const FORGE: &str = "import fcntl, os, sys\n\
     \x20 except OSError as e: return 'refused'\n\
     print('first', forge(0x5412)); print('second', forge(0x100005412 - (1 << 32)))\n";
 
-trial!(Everyone, cannot_type_into_the_callers_terminal);
-fn cannot_type_into_the_callers_terminal() {
+trial!(Everyone, a_command_cannot_type_into_the_callers_terminal);
+fn a_command_cannot_type_into_the_callers_terminal() {
     let test_home = TestHome::new();
     let script = test_home.write("project/forge.py", FORGE);
     let mut terminal = Terminal::shell(&test_home, &["--input", "forge.py"]);
@@ -221,8 +224,8 @@ fn cannot_type_into_the_callers_terminal() {
     }
 }
 
-trial!(Everyone, needs_a_terminal);
-fn needs_a_terminal() {
+trial!(Everyone, the_shell_needs_a_terminal);
+fn the_shell_needs_a_terminal() {
     let test_home = TestHome::new();
     let mut command = test_home.fumehood();
     command.arg("shell");
@@ -230,8 +233,8 @@ fn needs_a_terminal() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, gives_the_terminal_back);
-fn gives_the_terminal_back() {
+trial!(Everyone, the_shell_restores_the_terminal);
+fn the_shell_restores_the_terminal() {
     let test_home = TestHome::new();
     let mut terminal = Terminal::shell(&test_home, &[]);
     terminal.type_in("echo up$((1+1))\n");
@@ -261,8 +264,8 @@ fn gives_the_terminal_back() {
     );
 }
 
-trial!(Everyone, a_hangup_ends_it);
-fn a_hangup_ends_it() {
+trial!(Everyone, a_hangup_ends_the_shell);
+fn a_hangup_ends_the_shell() {
     let test_home = TestHome::new();
     let marker = fresh_id("hangup");
     let mut terminal = Terminal::shell(&test_home, &["--grace", "1s"]);

@@ -40,8 +40,8 @@ fn queued(test_home: &TestHome) -> u64 {
     store(test_home).overview(1).unwrap().queued
 }
 
-trial!(Everyone, prints_the_id);
-fn prints_the_id() {
+trial!(Everyone, submit_prints_the_id);
+fn submit_prints_the_id() {
     let test_home = TestHome::new();
     let said = submit(&test_home, &["--", "true"]).good();
     let id = said.trim_end();
@@ -85,9 +85,9 @@ fn a_key_submits_once() {
     assert_eq!(queued(&test_home), 1);
 }
 
-trial!(Everyone, siblings_travel_with_it);
+trial!(Everyone, a_submission_contains_the_siblings);
 /// A submission contains the modules beside the script, as it contains any other input.
-fn siblings_travel_with_it() {
+fn a_submission_contains_the_siblings() {
     let test_home = TestHome::new();
     test_home.write("project/pkg/main.py", "import lib.a\n");
     test_home.write("project/pkg/lib/__init__.py", "");
@@ -112,8 +112,8 @@ fn siblings_travel_with_it() {
     assert_eq!(test_home.ask(["logs", "x"]).out(), "from lib\n");
 }
 
-trial!(Everyone, inputs_are_those_of_the_submission);
-fn inputs_are_those_of_the_submission() {
+trial!(Everyone, a_submission_contains_the_inputs_as_they_were);
+fn a_submission_contains_the_inputs_as_they_were() {
     let test_home = TestHome::new();
     test_home.write("project/a.py", "print(1)\n");
     test_home.write("project/dir/x", "one");
@@ -292,8 +292,8 @@ fn a_batch_is_all_or_nothing() {
     assert_eq!(queued(&test_home), 3);
 }
 
-trial!(Everyone, a_batch_goes_on_if_told_to);
-fn a_batch_goes_on_if_told_to() {
+trial!(Everyone, a_batch_continues_past_errors_on_request);
+fn a_batch_continues_past_errors_on_request() {
     let test_home = TestHome::new();
     submit(&test_home, &["--id", "taken", "--", "true"]).good();
     let lines = [
@@ -509,8 +509,8 @@ fn ends(test_home: &TestHome, ids: &[&str]) -> Vec<Value> {
     ids.iter().map(of).collect()
 }
 
-trial!(Everyone, runs_as_it_was_submitted);
-fn runs_as_it_was_submitted() {
+trial!(Everyone, a_worker_runs_the_submission_as_it_was_made);
+fn a_worker_runs_the_submission_as_it_was_made() {
     let test_home = TestHome::new();
     test_home.write("project/a.sh", "cat x; cat; echo $A $1 > out.txt\n");
     test_home.write("project/x", "input\n");

@@ -210,8 +210,11 @@ fn redirected_output_is_whole() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, a_terminal_loses_the_middle_and_is_told);
-fn a_terminal_loses_the_middle_and_is_told() {
+trial!(
+    Everyone,
+    a_terminal_shows_a_note_for_the_middle_of_a_long_output
+);
+fn a_terminal_shows_a_note_for_the_middle_of_a_long_output() {
     let test_home = TestHome::new();
     test_home.write("project/long.py", "for n in range(5000): print('line', n)");
     let shown = on_terminal(&test_home, "fumehood run -q --log-limit 4K long.py");
@@ -314,9 +317,9 @@ fn unread_output_does_not_delay_the_deadline() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, a_terminal_that_is_not_read_delays_no_end);
+trial!(Everyone, an_unread_terminal_does_not_delay_the_end);
 /// Both streams are one terminal. When it accepts no output of the program, it accepts no message of Fumehood either.
-fn a_terminal_that_is_not_read_delays_no_end() {
+fn an_unread_terminal_does_not_delay_the_end() {
     let test_home = TestHome::new();
     let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
     let master = rustix::pty::openpt(flags).unwrap();
@@ -352,8 +355,8 @@ fn unread_output_does_not_delay_a_cancel() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, a_slow_reader_is_no_idleness);
-fn a_slow_reader_is_no_idleness() {
+trial!(Everyone, a_program_blocked_by_a_slow_reader_is_not_idle);
+fn a_program_blocked_by_a_slow_reader_is_not_idle() {
     let test_home = TestHome::new();
     let script = "head -c 1000000 /dev/zero | tr '\\0' x";
     let args = ["--idle-timeout", "1s", "--", "sh", "-c", script];
@@ -394,8 +397,8 @@ fn an_unread_stream_does_not_stop_the_other_stream() {
     assert_eq!(wait_unread(&mut child), Some(123));
 }
 
-trial!(Everyone, a_full_disk_behind_stdout_is_told);
-fn a_full_disk_behind_stdout_is_told() {
+trial!(Everyone, a_full_disk_behind_stdout_is_reported);
+fn a_full_disk_behind_stdout_is_reported() {
     let test_home = TestHome::new();
     let mut command = test_home.run_command(["--", "sh", "-c", "echo out; exit 3"]);
     let full = std::fs::File::options()

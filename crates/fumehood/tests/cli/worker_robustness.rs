@@ -16,10 +16,13 @@ use testkit::{program, trial};
 
 use crate::queue_home::{QueueHome, RunningWorker};
 
-trial!(Everyone, programs_that_do_not_exist_pause_nobody);
+trial!(
+    Everyone,
+    requests_for_missing_programs_do_not_pause_the_worker
+);
 /// The defect: after three requests for missing programs the worker printed "3 analyses in a row could not be started here" and
 /// claimed nothing for half a minute.
-fn programs_that_do_not_exist_pause_nobody() {
+fn requests_for_missing_programs_do_not_pause_the_worker() {
     let queue = QueueHome::new();
     let file = queue.test_home.write("project/input", "input");
     let file = file.to_str().unwrap();
@@ -82,10 +85,10 @@ fn a_request_without_a_valid_id_ends_and_delays_no_other_request() {
     queue.test_home.assert_nothing_left();
 }
 
-trial!(Everyone, a_request_that_is_too_long_ends_in_few_words);
+trial!(Everyone, a_too_long_request_ends_with_a_short_error);
 /// The defects: the worker fetched a request of any length; its error message quoted all of the bad part; it retried a file name
 /// that is too long for any disk.
-fn a_request_that_is_too_long_ends_in_few_words() {
+fn a_too_long_request_ends_with_a_short_error() {
     let queue = QueueHome::new();
     let request = |id: &str, settings: Value, inputs: Value| {
         json!({
@@ -111,10 +114,10 @@ fn a_request_that_is_too_long_ends_in_few_words() {
     assert_eq!(queue.ends("good"), "succeeded|exit");
 }
 
-trial!(Everyone, a_slot_is_free_though_there_is_no_next_number);
+trial!(Everyone, a_slot_is_freed_when_no_attempt_number_is_left);
 /// The defect: the end of an attempt could not be written because the next attempt had no number left. The slot stayed occupied,
 /// even after a restart, or the result was never committed.
-fn a_slot_is_free_though_there_is_no_next_number() {
+fn a_slot_is_freed_when_no_attempt_number_is_left() {
     let queue = QueueHome::new();
     let again = ["--retries", "1", "--retry-on", "failed"];
     queue.submit("failed", &again, &["--", "false"]);
@@ -130,10 +133,10 @@ fn a_slot_is_free_though_there_is_no_next_number() {
     assert_eq!(names_in(&queue.test_home.home.join("pending")), [""; 0]);
 }
 
-trial!(Everyone, an_attempt_that_cannot_be_read_stops_no_worker);
+trial!(Everyone, an_unreadable_attempt_does_not_stop_the_worker);
 /// The defect: while an unreadable attempt ran, the worker printed "the database cannot be used for now", claimed nothing and
 /// cancelled nothing.
-fn an_attempt_that_cannot_be_read_stops_no_worker() {
+fn an_unreadable_attempt_does_not_stop_the_worker() {
     let queue = QueueHome::new();
     queue.submit_gated("busy", &[]);
     let worker = queue.worker(&["--slots", "2", "--until-idle"]);
@@ -161,9 +164,12 @@ fn an_attempt_that_cannot_be_read_stops_no_worker() {
     worker.kill();
 }
 
-trial!(Everyone, a_restarted_worker_has_the_slots_it_was_given);
+trial!(
+    Everyone,
+    a_restarted_worker_respects_its_new_number_of_slots
+);
 /// The defect: a worker restarted with one slot, while two analyses of the earlier worker still ran, claimed a third.
-fn a_restarted_worker_has_the_slots_it_was_given() {
+fn a_restarted_worker_respects_its_new_number_of_slots() {
     let queue = QueueHome::new();
     // Little memory, so that memory is no reason to wait.
     let little = ["--memory", "16M", "--allow-degraded", "memory"];
@@ -197,9 +203,12 @@ fn a_restarted_worker_has_the_slots_it_was_given() {
     assert_eq!(queue.sql(order), "second\nthird\nlate");
 }
 
-trial!(Everyone, a_runner_that_is_told_to_end_was_not_cancelled);
+trial!(
+    Everyone,
+    an_attempt_whose_runner_gets_sigterm_is_not_recorded_as_cancelled
+);
 /// The defect: a shutdown of the machine ended its analyses as `cancelled`, which is not retried.
-fn a_runner_that_is_told_to_end_was_not_cancelled() {
+fn an_attempt_whose_runner_gets_sigterm_is_not_recorded_as_cancelled() {
     let queue = QueueHome::new();
     for id in ["told", "cancelled"] {
         queue.submit_gated(id, &["--retries", "1"]);
@@ -372,10 +381,10 @@ fn a_database_that_is_restarted_costs_no_attempt() {
     assert_eq!(queue.ends("early"), "succeeded|exit");
 }
 
-trial!(Root, a_torn_record_does_not_hold_its_attempt);
+trial!(Root, a_torn_run_record_does_not_keep_its_attempt_running);
 /// The defect: gc took a run record that a power cut had torn for one that its runner would finish, so the attempt stayed
 /// `running` for ever.
-fn a_torn_record_does_not_hold_its_attempt() {
+fn a_torn_run_record_does_not_keep_its_attempt_running() {
     let queue = QueueHome::new();
     queue.submit_gated("torn", &["--retries", "0"]);
     let worker = queue.worker(&["--slots", "1", "--lease", "5s"]);

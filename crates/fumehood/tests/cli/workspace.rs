@@ -13,8 +13,8 @@ use testkit::process::names_in;
 use testkit::wait::eventually;
 use testkit::{fresh_id, is_root, trial};
 
-trial!(Everyone, stands_in_tmp_by_its_id);
-fn stands_in_tmp_by_its_id() {
+trial!(Everyone, the_workspace_is_in_tmp_and_named_after_the_id);
+fn the_workspace_is_in_tmp_and_named_after_the_id() {
     let test_home = TestHome::new();
     let id = fresh_id("e2e-tmp");
     let path = format!("/tmp/scidex-analysis-{id}");
@@ -26,8 +26,8 @@ fn stands_in_tmp_by_its_id() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, is_the_same_path_in_and_out);
-fn is_the_same_path_in_and_out() {
+trial!(Everyone, the_workspace_has_the_same_path_inside_and_outside);
+fn the_workspace_has_the_same_path_inside_and_outside() {
     let test_home = TestHome::new();
     let id = fresh_id("same");
     let outside = test_home.workspace(&id);
@@ -92,8 +92,8 @@ fn assert_refused_and_untouched(test_home: &TestHome, id: &str) {
 /// Puts something at a path.
 type Maker = fn(&TestHome, &Path);
 
-trial!(Everyone, refuses_what_exists);
-fn refuses_what_exists() {
+trial!(Everyone, a_run_refuses_an_existing_workspace_path);
+fn a_run_refuses_an_existing_workspace_path() {
     let makers: [(&str, Maker); 5] = [
         ("dir", |_, at| std::fs::create_dir(at).unwrap()),
         ("file", |_, at| std::fs::write(at, "precious").unwrap()),
@@ -114,8 +114,8 @@ fn refuses_what_exists() {
     }
 }
 
-trial!(Root, refuses_anothers_directory);
-fn refuses_anothers_directory() {
+trial!(Root, a_run_refuses_another_users_directory);
+fn a_run_refuses_another_users_directory() {
     let test_home = TestHome::new();
     set_mode(&test_home.workspace_root, 0o1777);
     let (uid, gid) = account::uid_and_gid();
@@ -149,8 +149,8 @@ fn an_id_runs_once_at_a_time() {
     test_home.sh(&["--id", "twin", "--replace"], "true").good();
 }
 
-trial!(Everyone, an_id_names_nothing_else);
-fn an_id_names_nothing_else() {
+trial!(Everyone, an_id_that_is_no_file_name_is_refused);
+fn an_id_that_is_no_file_name_is_refused() {
     let test_home = TestHome::new();
     let long = "x".repeat(65);
     let bad = [
@@ -219,8 +219,8 @@ fn an_open_root_is_refused() {
         .refused(125, "file");
 }
 
-trial!(Root, a_root_of_anothers_is_refused);
-fn a_root_of_anothers_is_refused() {
+trial!(Root, another_users_workspace_root_is_refused);
+fn another_users_workspace_root_is_refused() {
     let test_home = TestHome::new();
     let (uid, gid) = account::uid_and_gid();
     std::os::unix::fs::chown(&test_home.workspace_root, Some(uid), Some(gid)).unwrap();
@@ -245,8 +245,8 @@ fn a_root_may_be_a_symlink() {
     test_home.assert_nothing_left();
 }
 
-trial!(Everyone, is_gone_after_every_end);
-fn is_gone_after_every_end() {
+trial!(Everyone, the_workspace_is_removed_after_every_end);
+fn the_workspace_is_removed_after_every_end() {
     let hog = "exec /usr/bin/python3 -c 'x = bytearray(400 << 20); print(len(x))'";
     let ends: [(&[&str], &str, i32); 6] = [
         (&[], "echo x > f", 0),
@@ -306,8 +306,11 @@ fn kept_path(document: &Value) -> &Path {
     Path::new(document["workspace"].as_str().unwrap())
 }
 
-trial!(Everyone, is_kept_on_failure_only);
-fn is_kept_on_failure_only() {
+trial!(
+    Everyone,
+    keep_on_failure_keeps_the_workspace_of_a_failed_run_only
+);
+fn keep_on_failure_keeps_the_workspace_of_a_failed_run_only() {
     let test_home = TestHome::new();
     let good = test_home.sh_json(&["--keep", "on-failure"], "echo x > f");
     assert!(good["kept_until"].is_null());
@@ -349,8 +352,8 @@ fn analysis_now() -> u64 {
     now.unwrap().as_secs()
 }
 
-trial!(Everyone, is_kept_until_its_time);
-fn is_kept_until_its_time() {
+trial!(Everyone, keep_for_keeps_the_workspace_for_that_time);
+fn keep_for_keeps_the_workspace_for_that_time() {
     let test_home = TestHome::new();
     let options = ["--keep", "always", "--keep-for", "1s", "--id", "brief"];
     let summary = test_home.sh(&options, "echo x > f");
@@ -392,8 +395,8 @@ fn gc_removes_one_kept_or_all() {
     assert!(names_in(&test_home.home.join("runs")).is_empty());
 }
 
-trial!(Everyone, in_memory_is_gone_too);
-fn in_memory_is_gone_too() {
+trial!(Everyone, a_workspace_in_memory_is_removed);
+fn a_workspace_in_memory_is_removed() {
     let test_home = TestHome::new();
     test_home.write("project/in.txt", "given\n");
     let script = "cat in.txt; stat -f -c %T .; echo x > out; ls";

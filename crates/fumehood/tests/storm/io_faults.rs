@@ -144,8 +144,8 @@ fn a_command_recorded_as_done_is_not_reported_as_failed() {
     assert_eq!(ended.code(), 0, "{}", ended.err());
 }
 
-trial!(Everyone, each_of_them_on_postgres);
-fn each_of_them_on_postgres() {
+trial!(Everyone, every_io_fault_at_every_step_on_postgres);
+fn every_io_fault_at_every_step_on_postgres() {
     let words = ["enospc", "eio", "emfile"];
     at_every_step(
         &TestDeployment::postgres("faults"),

@@ -56,23 +56,35 @@ fn run_until_killed(mut command: Command, word: &str) {
     assert!(killed, "{word}: {} {}", ended.status, ended.err());
 }
 
-trial!(Everyone, killed_at_every_step_gc_finishes_it_on_sqlite);
-fn killed_at_every_step_gc_finishes_it_on_sqlite() {
+trial!(
+    Everyone,
+    gc_finishes_attempts_killed_at_every_step_on_sqlite
+);
+fn gc_finishes_attempts_killed_at_every_step_on_sqlite() {
     at_every_step(&TestDeployment::sqlite("steps"), Recovery::Gc);
 }
 
-trial!(Everyone, killed_at_every_step_gc_finishes_it_on_postgres);
-fn killed_at_every_step_gc_finishes_it_on_postgres() {
+trial!(
+    Everyone,
+    gc_finishes_attempts_killed_at_every_step_on_postgres
+);
+fn gc_finishes_attempts_killed_at_every_step_on_postgres() {
     at_every_step(&TestDeployment::postgres("steps"), Recovery::Gc);
 }
 
-trial!(Everyone, killed_at_every_step_the_next_run_finishes_it);
-fn killed_at_every_step_the_next_run_finishes_it() {
+trial!(
+    Everyone,
+    the_next_run_finishes_attempts_killed_at_every_step
+);
+fn the_next_run_finishes_attempts_killed_at_every_step() {
     at_every_step(&TestDeployment::sqlite("steps"), Recovery::NextRun);
 }
 
-trial!(Everyone, killed_at_every_step_post_process_finishes_it);
-fn killed_at_every_step_post_process_finishes_it() {
+trial!(
+    Everyone,
+    post_process_finishes_attempts_killed_at_every_step
+);
+fn post_process_finishes_attempts_killed_at_every_step() {
     at_every_step(&TestDeployment::sqlite("steps"), Recovery::PostProcess);
 }
 

@@ -14,9 +14,12 @@ use crate::workers::{LOST, SUCCEEDED, assert_states, waits_and_writes};
 /// A runner can renew a lease of 20 s even on a machine where a hundred others run. With 5 s, leases expired that must not.
 const SLOTS: [&str; 6] = ["--slots", "2", "--memory", "512M", "--lease", "20s"];
 
-trial!(Everyone, a_stopped_runner_is_given_up_and_comes_late);
+trial!(
+    Everyone,
+    the_late_result_of_a_stopped_runner_is_stored_beside_the_retry
+);
 /// Stopping the runner with SIGSTOP stands for a machine that was suspended.
-fn a_stopped_runner_is_given_up_and_comes_late() {
+fn the_late_result_of_a_stopped_runner_is_stored_beside_the_retry() {
     let cluster = &TestCluster::postgres("stopped");
     let [here, there] = &cluster.machines[..] else {
         unreachable!()
@@ -91,8 +94,11 @@ fn a_stopped_runner_is_given_up_and_comes_late() {
     cluster.check_nothing_left();
 }
 
-trial!(Everyone, a_server_away_for_longer_than_the_lease);
-fn a_server_away_for_longer_than_the_lease() {
+trial!(
+    Everyone,
+    a_server_outage_longer_than_the_lease_ends_the_attempt_as_lease_lost
+);
+fn a_server_outage_longer_than_the_lease_ends_the_attempt_as_lease_lost() {
     let server = own_server();
     let cluster = &TestCluster::on(server, "away");
     let worker = cluster.worker(&cluster.machines[0], "w", &SLOTS);
@@ -132,8 +138,8 @@ fn a_server_away_for_longer_than_the_lease() {
     cluster.check(&[id]);
 }
 
-trial!(Everyone, a_server_away_for_a_moment);
-fn a_server_away_for_a_moment() {
+trial!(Everyone, a_short_server_outage_costs_no_attempt);
+fn a_short_server_outage_costs_no_attempt() {
     let server = own_server();
     let cluster = &TestCluster::on(server, "moment");
     let worker = cluster.worker(

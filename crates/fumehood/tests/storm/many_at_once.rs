@@ -13,8 +13,8 @@ const GOOD: u64 = 60;
 /// How many multiples of its own number each program adds up. No two programs have the same result.
 const TERMS: u64 = 100_000;
 
-trial!(Everyone, sixty_beside_four_bombs);
-fn sixty_beside_four_bombs() {
+trial!(Everyone, sixty_runs_succeed_beside_four_bombs);
+fn sixty_runs_succeed_beside_four_bombs() {
     run_beside_four_bombs(&TestDeployment::sqlite("crowd"));
 }
 

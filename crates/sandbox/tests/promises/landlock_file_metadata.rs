@@ -131,8 +131,12 @@ fn on_the_host(script: &str) -> String {
     crate::confined_run::unconfined_under(&nobody, &script)
 }
 
-trial!(Everyone, its_own_files_as_unconfined, only_at_landlock);
-fn its_own_files_as_unconfined() {
+trial!(
+    Everyone,
+    metadata_calls_on_own_files_answer_as_unconfined,
+    only_at_landlock
+);
+fn metadata_calls_on_own_files_answer_as_unconfined() {
     let script = each_on_new_files(ON_ITS_OWN);
     let ran = ConfinedRun::python(&script).run();
     let control = on_the_host(&script);
@@ -338,8 +342,12 @@ int main(int argc, char **argv) {
 }
 "#;
 
-trial!(Everyone, a_path_that_changes_under_way, only_at_landlock);
-fn a_path_that_changes_under_way() {
+trial!(
+    Everyone,
+    a_path_that_changes_during_the_call_reaches_no_other_file,
+    only_at_landlock
+);
+fn a_path_that_changes_during_the_call_reaches_no_other_file() {
     let dir = shown_dir();
     let victim = dir.path().join("victim");
     let program = shown_dir();
@@ -384,9 +392,13 @@ fn a_path_that_changes_under_way() {
     assert_ne!(before, known(), "the swap never met a call");
 }
 
-trial!(Everyone, ten_thousand_in_threads, only_at_landlock);
+trial!(
+    Everyone,
+    ten_thousand_calls_from_eight_threads_get_their_own_answers,
+    only_at_landlock
+);
 /// Ten thousand calls from eight threads at once, each of which sees what it asked for.
-fn ten_thousand_in_threads() {
+fn ten_thousand_calls_from_eight_threads_get_their_own_answers() {
     let source = r#"
 #include <fcntl.h>
 #include <pthread.h>
@@ -421,9 +433,13 @@ int main(void) {
     assert!(ran.printed("all") && ran.code() == Some(0), "{}", ran.all());
 }
 
-trial!(Everyone, more_at_once_than_hands, only_at_landlock);
+trial!(
+    Everyone,
+    more_calls_at_once_than_the_guardian_serves_all_succeed,
+    only_at_landlock
+);
 /// Two hundred processes call at the same moment, more than the guardian serves at once: each is served in its turn.
-fn more_at_once_than_hands() {
+fn more_calls_at_once_than_the_guardian_serves_all_succeed() {
     let script = "
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -448,9 +464,13 @@ print('right', sum(os.stat(f'f{n}').st_mode & 0o777 == 0o606 and os.stat(f'f{n}'
     );
 }
 
-trial!(Everyone, the_top_stays_closed, only_at_landlock);
+trial!(
+    Everyone,
+    the_workspace_directory_stays_closed_to_others,
+    only_at_landlock
+);
 /// Others of the host, of the same uid or another, would see into it.
-fn the_top_stays_closed() {
+fn the_workspace_directory_stays_closed_to_others() {
     let script = format!(
         "{CALLS}
 for act in (lambda: chmod(b'.', 0o777), lambda: chmod(os.getcwdb(), 0o755), lambda: fchmod(os.open('.', os.O_RDONLY), 0o777),

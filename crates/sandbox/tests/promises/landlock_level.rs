@@ -29,22 +29,22 @@ use crate::p11_deadline::{kill_marked, left_of, new_marker, up_before_deadline, 
 const TRIED: &[(&str, &[&str])] = &[
     ("p02_inputs::content_and_metadata_stay", &[
         "write_data", "write_docs", "truncate_data", "chmod_data", "utime_data", "xattr_data", "link_data"]),
-    ("landlock_level::the_rest_of_the_project", &["read_project", "list_project"]),
+    ("landlock_level::the_rest_of_the_project_cannot_be_read", &["read_project", "list_project"]),
     ("landlock_level::acts_listed_as_not_held_succeed", &["stat_project", "lock_data"]),
     ("p03_runtime::files_of_the_host_are_absent", &["read_secret_file", "read_host_tmp"]),
     ("p04_writes::files_are_made_in_its_own_directories_only", &["write_site", "write_api_py", "write_system"]),
     ("p04_writes::another_analysis_is_absent", &["write_other_workspace"]),
     ("p04_writes::shared_memory_and_tmp_are_private", &["write_host_tmp", "write_host_shm"]),
     ("p04_writes::times_of_devices_stay", &["utime_device"]),
-    ("p06_services::postgresql", &["postgres_tcp", "postgres_socket", "postgres_abstract"]),
-    ("p06_services::any_service", &["unix_datagram", "tcp_fast_open", "udp", "dns"]),
+    ("p06_services::postgresql_cannot_be_reached", &["postgres_tcp", "postgres_socket", "postgres_abstract"]),
+    ("p06_services::services_of_the_host_cannot_be_reached", &["unix_datagram", "tcp_fast_open", "udp", "dns"]),
     ("p06_services::kinds_of_sockets", &["vsock", "packet", "netlink"]),
     ("p09_streams::an_inherited_descriptor_does_not_arrive", &["inherited_descriptor"]),
     ("p06_services::secrets_stay_outside", &["secret_environment"]),
     ("p07_others::processes_of_the_host", &["signal_others", "ptrace_others", "proc_of_others", "limits_of_others"]),
-    ("p07_others::pid_1_is_out_of_reach", &["signal_guardian", "init_memory"]),
+    ("p07_others::pid_1_cannot_be_signalled_or_traced", &["signal_guardian", "init_memory"]),
     ("landlock_level::signals_by_input_and_output", &["signal_by_descriptor"]),
-    ("landlock_level::keys_and_names_of_all", &["system_v_ipc", "message_queue"]),
+    ("landlock_level::shared_keys_and_names_of_the_host_are_refused", &["system_v_ipc", "message_queue"]),
     ("p07_others::a_program_cannot_observe_files_and_memory_of_other_processes", &["watch_system"]),
     ("p08_privilege::ids", &["set_user_id"]),
     ("p08_privilege::files_that_carry_privilege", &["set_user_id_file"]),
@@ -126,8 +126,12 @@ fn acts_listed_as_not_held_succeed() {
     assert_eq!(open.len(), 2);
 }
 
-trial!(Everyone, the_rest_of_the_project, only_at_landlock);
-fn the_rest_of_the_project() {
+trial!(
+    Everyone,
+    the_rest_of_the_project_cannot_be_read,
+    only_at_landlock
+);
+fn the_rest_of_the_project_cannot_be_read() {
     let dir = shown_dir();
     let project = dir.path().join("project");
     for inner in ["data", "docs", "site", ".git"] {
@@ -188,9 +192,13 @@ fn the_rest_of_the_project() {
     }
 }
 
-trial!(Root, owner_only_data_is_said_to_be, only_at_landlock);
+trial!(
+    Root,
+    owner_only_data_is_refused_with_a_reason,
+    only_at_landlock
+);
 /// Files that only root may read cannot be shown to a leased uid: the run is refused, and the message names them.
-fn owner_only_data_is_said_to_be() {
+fn owner_only_data_is_refused_with_a_reason() {
     let dir = shown_dir();
     let data = dir.path().join("data");
     fs::create_dir(&data).unwrap();
@@ -286,9 +294,13 @@ os.wait()
     }
 }
 
-trial!(Everyone, keys_and_names_of_all, only_at_landlock);
+trial!(
+    Everyone,
+    shared_keys_and_names_of_the_host_are_refused,
+    only_at_landlock
+);
 /// Keys and names in a space that the whole host shares.
-fn keys_and_names_of_all() {
+fn shared_keys_and_names_of_the_host_are_refused() {
     let key = 0x4700_0000 + std::process::id() % 0xff_ffff;
     let name = format!("fumehood-level-{}", std::process::id());
     let acts: &[(&str, &str)] = &[
@@ -583,10 +595,10 @@ fn shared_memory_of_the_host() {
     );
 }
 
-trial!(Everyone, a_killed_guardian_is_told_of, only_at_landlock);
+trial!(Everyone, a_killed_guardian_is_reported, only_at_landlock);
 /// No process inside can kill the guardian. The run's owner and root can. Then nobody can prove that all processes are dead,
 /// unless a cgroup or a leased uid identifies them, and the outcome reports that.
-fn a_killed_guardian_is_told_of() {
+fn a_killed_guardian_is_reported() {
     let mark = new_marker();
     let held = HeldRun::start(
         ConfinedRun::python(""),
@@ -693,8 +705,12 @@ while True: signal.pause()
     }
 }
 
-trial!(Everyone, required_layers, only_at_landlock);
-fn required_layers() {
+trial!(
+    Everyone,
+    a_missing_required_layer_stops_the_run,
+    only_at_landlock
+);
+fn a_missing_required_layer_stops_the_run() {
     let run = |layers: &[Layer]| {
         let mut confined = ConfinedRun::sh("echo x > ran; echo STARTED");
         confined.spec.required = BTreeSet::from_iter(layers.iter().copied());
@@ -824,8 +840,12 @@ const OWNED_BY_UID: &[(Layer, &str, &str)] = &[
     (Layer::Seccomp, "the priority of a process of the same user", "os.setpriority(os.PRIO_PROCESS, WITNESS, 1)"),
 ];
 
-trial!(Everyone, each_layer_owns_its_acts, only_at_landlock);
-fn each_layer_owns_its_acts() {
+trial!(
+    Everyone,
+    each_layer_alone_stops_its_own_acts,
+    only_at_landlock
+);
+fn each_layer_alone_stops_its_own_acts() {
     let dir = host_dir();
     fs::write(dir.path().join("file"), "theirs").unwrap();
     fs::set_permissions(dir.path(), Permissions::from_mode(0o777)).unwrap();

@@ -32,8 +32,12 @@ fn on_older(script: &str) -> ConfinedResult {
     with_landlock(BEFORE_SIGNALS, ConfinedRun::python(script))
 }
 
-trial!(Everyone, the_older_interface_is_used, only_at_landlock);
-fn the_older_interface_is_used() {
+trial!(
+    Everyone,
+    the_sandbox_uses_the_older_landlock_interface,
+    only_at_landlock
+);
+fn the_sandbox_uses_the_older_landlock_interface() {
     for abi in [OLDEST, BEFORE_TRUNCATION, BEFORE_SIGNALS] {
         let ran = with_landlock(abi, ConfinedRun::sh("echo up"));
         let said = format!("ABI {}", abi.min(sandbox::landlock_abi()));
@@ -130,15 +134,23 @@ told('foreign_thread', lambda: sc(234, me, gone, 0))
 told('least', lambda: sc(62, -2147483648, 0))
 ";
 
-trial!(Everyone, its_own_signals, only_at_landlock);
-fn its_own_signals() {
+trial!(
+    Everyone,
+    signals_within_the_run_work_as_unconfined,
+    only_at_landlock
+);
+fn signals_within_the_run_work_as_unconfined() {
     let (ran, control) = (on_older(OWN), unconfined(OWN));
     assert_eq!(ran.stdout, control, "{}", ran.all());
     assert!(control.lines().count() > 28, "{control}");
 }
 
-trial!(Everyone, how_it_dies_is_told, only_at_landlock);
-fn how_it_dies_is_told() {
+trial!(
+    Everyone,
+    the_signal_that_ends_the_program_is_reported,
+    only_at_landlock
+);
+fn the_signal_that_ends_the_program_is_reported() {
     for (script, signal) in [
         ("os.abort()", libc::SIGABRT),
         ("os.kill(os.getpid(), 9)", libc::SIGKILL),
@@ -214,9 +226,13 @@ fn signals_to_others_are_refused() {
     while witness.lives() {}
 }
 
-trial!(Everyone, rarer_ways_are_refused, only_at_landlock);
+trial!(
+    Everyone,
+    rarer_ways_to_send_signals_are_refused,
+    only_at_landlock
+);
 /// Each could name any process of the same user, from behind a pointer or later on.
-fn rarer_ways_are_refused() {
+fn rarer_ways_to_send_signals_are_refused() {
     let acts: &[(&str, &str)] = &[
         (
             "queue",
@@ -259,9 +275,9 @@ fn rarer_ways_are_refused() {
     assert!(on_older(ordinary).printed("locked None"));
 }
 
-trial!(Everyone, everyone_means_its_own, only_at_landlock);
+trial!(Everyone, kill_all_reaches_only_the_run, only_at_landlock);
 /// kill(-1) is all but oneself: of the run, and of nobody else of the same user.
-fn everyone_means_its_own() {
+fn kill_all_reaches_only_the_run() {
     let mut witness = HostProcess::start();
     let script = "
 import signal
@@ -286,8 +302,12 @@ print('serves on')
     assert!(witness.lives() && ran.outcome.all_dead);
 }
 
-trial!(Everyone, the_end_is_kept, only_at_landlock);
-fn the_end_is_kept() {
+trial!(
+    Everyone,
+    a_run_that_stops_itself_is_killed_at_its_deadline,
+    only_at_landlock
+);
+fn a_run_that_stops_itself_is_killed_at_its_deadline() {
     let marker = new_marker();
     let script = format!(
         "# {marker}
@@ -338,8 +358,8 @@ except OSError as e: print('read_only', errno.errorcode[e.errno])
 os.chmod('f', 0o644)
 ";
 
-trial!(Everyone, its_own_files_are_cut, only_at_landlock);
-fn its_own_files_are_cut() {
+trial!(Everyone, own_files_can_be_truncated, only_at_landlock);
+fn own_files_can_be_truncated() {
     let ran = with_landlock(BEFORE_TRUNCATION, ConfinedRun::python(CUTS));
     let dir = shown_dir();
     std::fs::set_permissions(
@@ -370,8 +390,12 @@ fn its_own_files_are_cut() {
     assert!(with_landlock(BEFORE_TRUNCATION, far).printed("EFBIG"));
 }
 
-trial!(Everyone, files_of_others_are_not_cut, only_at_landlock);
-fn files_of_others_are_not_cut() {
+trial!(
+    Everyone,
+    files_of_others_cannot_be_truncated,
+    only_at_landlock
+);
+fn files_of_others_cannot_be_truncated() {
     let acts: &[(&str, &str)] = &[
         ("truncate", "os.truncate(F, 0)"),
         ("lengthen", "os.truncate(F, 100)"),

@@ -273,10 +273,10 @@ impl Host {
 
 trial!(
     Everyone,
-    each_layer_owns_its_acts,
-    only_at_full = "most are namespaces'; what Landlock, seccomp and the guardian own is landlock_level::each_layer_owns_its_acts"
+    each_layer_alone_stops_its_own_acts,
+    only_at_full = "most are namespaces'; what Landlock, seccomp and the guardian own is landlock_level::each_layer_alone_stops_its_own_acts"
 );
-fn each_layer_owns_its_acts() {
+fn each_layer_alone_stops_its_own_acts() {
     let host = Host::new();
     let mut wrong = Vec::new();
     // Acts with the same layer and the same overlaps share their two runs.
@@ -319,10 +319,10 @@ fn applies(whom: Caller) -> bool {
 
 trial!(
     Everyone,
-    with_any_one_layer_off,
-    only_at_full = "there most promises rest on one layer: what is open without it is landlock_level::each_layer_owns_its_acts"
+    another_layer_holds_when_one_is_off,
+    only_at_full = "there most promises rest on one layer: what is open without it is landlock_level::each_layer_alone_stops_its_own_acts"
 );
-fn with_any_one_layer_off() {
+fn another_layer_holds_when_one_is_off() {
     let mut host = Host::new();
     let all_on = host.run(&[], BATTERY);
     for (act, _) in BATTERY {
@@ -362,10 +362,10 @@ fn with_any_one_layer_off() {
     );
 }
 
-trial!(Everyone, a_layer_that_cannot_be_had_stops_the_run);
+trial!(Everyone, an_unavailable_layer_stops_the_run);
 /// What was asked for and cannot be had stops the run. Without no_new_privs the kernel demands CAP_SYS_ADMIN for
 /// seccomp (and for Landlock, but its library sets the bit itself); a plain user's /proc demands a pid namespace.
-fn a_layer_that_cannot_be_had_stops_the_run() {
+fn an_unavailable_layer_stops_the_run() {
     assert_eq!(ConfinedRun::sh("true").run().code(), Some(0), "the control");
     let stops = |without: &[Layer], step: &str| {
         let stopped = ConfinedRun::sh("echo STARTED").without(without).try_run();

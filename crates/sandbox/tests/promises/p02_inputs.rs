@@ -573,7 +573,7 @@ fn nothing_in_data_executes() {
 trial!(
     Everyone,
     the_rest_of_the_project_is_absent,
-    only_at_full = "names can be asked for; that nothing of it can be read or listed is landlock_level::the_rest_of_the_project"
+    only_at_full = "names can be asked for; that nothing of it can be read or listed is landlock_level::the_rest_of_the_project_cannot_be_read"
 );
 fn the_rest_of_the_project_is_absent() {
     let dir = project_dir();
@@ -619,7 +619,7 @@ fn the_rest_of_the_project_is_absent() {
 trial!(
     Root,
     owner_only_data_is_read_not_written,
-    only_at_full = "only a mount can show another owner; that the run is refused is landlock_level::owner_only_data_is_said_to_be"
+    only_at_full = "only a mount can show another owner; that the run is refused is landlock_level::owner_only_data_is_refused_with_a_reason"
 );
 /// The idmapped mount shows root's files as the program's own. They stay unchanged.
 fn owner_only_data_is_read_not_written() {

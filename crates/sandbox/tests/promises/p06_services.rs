@@ -65,8 +65,8 @@ const POSTGRES_ACTS: &[(&str, &str)] = &[
     ),
 ];
 
-trial!(Everyone, postgresql);
-fn postgresql() {
+trial!(Everyone, postgresql_cannot_be_reached);
+fn postgresql_cannot_be_reached() {
     let dir = shown_dir();
     let name = unique("pg");
     let postgres = HostPostgres::start(dir.path(), &name);
@@ -278,8 +278,8 @@ def several(s, path):
     assert lengths == [1, 1], lengths
 ";
 
-trial!(Everyone, any_service);
-fn any_service() {
+trial!(Everyone, services_of_the_host_cannot_be_reached);
+fn services_of_the_host_cannot_be_reached() {
     let dir = shown_dir();
     let name = unique("abstract");
     let services = Services::start(dir.path(), &name);
@@ -473,10 +473,10 @@ int main(int argc, char **argv) {
 
 trial!(
     Everyone,
-    an_address_that_changes_under_way,
-    only_at_full = "connect is refused there, whatever the address; its race is landlock_file_metadata::a_path_that_changes_under_way"
+    an_address_that_changes_during_the_call_reaches_no_service,
+    only_at_full = "connect is refused there, whatever the address; its race is landlock_file_metadata::a_path_that_changes_during_the_call_reaches_no_other_file"
 );
-fn an_address_that_changes_under_way() {
+fn an_address_that_changes_during_the_call_reaches_no_service() {
     let dir = shown_dir();
     let socket = dir.path().join("socket");
     let listener = UnixListener::bind(&socket).unwrap();
@@ -796,10 +796,10 @@ int main(int argc, char **argv) {
 
 trial!(
     Root,
-    a_datagram_whose_address_changes_under_way,
+    a_datagram_whose_address_changes_during_the_call_reaches_no_service,
     only_at_full = "there are no unix datagram sockets"
 );
-fn a_datagram_whose_address_changes_under_way() {
+fn a_datagram_whose_address_changes_during_the_call_reaches_no_service() {
     let dir = tempfile::Builder::new()
         .prefix("fumehood-test-")
         .tempdir_in("/usr/local")
@@ -909,10 +909,10 @@ int main(int argc, char **argv) {
 
 trial!(
     Everyone,
-    a_socket_that_changes_under_way,
+    a_socket_that_changes_during_the_call_sends_nothing,
     only_at_full = "there are no unix datagram sockets"
 );
-fn a_socket_that_changes_under_way() {
+fn a_socket_that_changes_during_the_call_sends_nothing() {
     let program = shown_dir();
     compile(SOCKET_RACE, &program.path().join("race"));
     let control = Command::new(program.path().join("race"))
@@ -934,12 +934,12 @@ fn a_socket_that_changes_under_way() {
 
 trial!(
     Everyone,
-    the_brokers_work_is_the_runs,
+    the_brokers_cpu_time_is_charged_to_the_run,
     only_at_full = "there is no such broker"
 );
 /// The run may use a tenth of a CPU, and nearly all of it goes into connects that the broker makes. The recorded CPU time is at
 /// least what the broker's process reports, and stays within the limit where a cgroup enforces it.
-fn the_brokers_work_is_the_runs() {
+fn the_brokers_cpu_time_is_charged_to_the_run() {
     let script = r#"
 import time
 listener = socket.socket(socket.AF_UNIX); listener.bind('busy'); listener.listen(1)
@@ -983,11 +983,11 @@ print('CPUS', *(len(os.sched_getaffinity(int(p))) for p in others), len(os.sched
 
 trial!(
     Everyone,
-    the_broker_is_not_waited_for,
+    the_broker_does_not_delay_the_end,
     only_at_full = "there is no such broker"
 );
 /// The broker does not delay the end of a program that obeys SIGTERM. A broker that the program kills is replaced.
-fn the_broker_is_not_waited_for() {
+fn the_broker_does_not_delay_the_end() {
     let script = r#"
 import signal, time
 signal.signal(signal.SIGTERM, lambda *_: os._exit(7))

@@ -156,8 +156,8 @@ const NOT_MADE_AT_LANDLOCK: &[&str] = &[
 /// Without a pid namespace a program can ask whether a pid of another run exists.
 const SEEN_AT_LANDLOCK: &[&str] = &["see", "hold_it"];
 
-trial!(Everyone, two_at_once);
-fn two_at_once() {
+trial!(Everyone, two_runs_at_once_cannot_reach_each_other);
+fn two_runs_at_once_cannot_reach_each_other() {
     let name = format!("first-{}-{}", std::process::id(), u8::from(is_root()));
     let reversed: String = name.chars().rev().collect();
     let key = 0x4600_0000 + std::process::id() % 0xff_ffff;
@@ -404,8 +404,8 @@ const CHILD: &str = "import atexit, subprocess\nnull = subprocess.DEVNULL\n\
                      PID = child.pid; atexit.register(child.kill)\n\
                      while 'sleep' not in open('/proc/%d/cmdline' % PID).read(): os.sched_yield()\n";
 
-trial!(Everyone, pid_1_is_out_of_reach);
-fn pid_1_is_out_of_reach() {
+trial!(Everyone, pid_1_cannot_be_signalled_or_traced);
+fn pid_1_cannot_be_signalled_or_traced() {
     let all = [REACH_PID_1, REFUSED_ABOUT_ANY].concat();
     let control = unconfined(&attempts(&format!("{READV}{CHILD}"), REFUSED_ABOUT_ANY));
     // At level `landlock` the run's other processes are closed to the program too, so the control runs on the host.
@@ -549,10 +549,10 @@ fn host_wide_counters_are_not_used_up() {
     assert!(ran.stdout.contains("little"), "fs.aio-nr: {}", ran.all());
 }
 
-trial!(Everyone, pid_1_keeps_no_stream);
+trial!(Everyone, pid_1_holds_no_stream_open);
 /// Init keeps no stream of the program open: when the last process that writes has closed its end, the reader gets an end of
 /// file.
-fn pid_1_keeps_no_stream() {
+fn pid_1_holds_no_stream_open() {
     let mark = format!("streams-{}", std::process::id());
     let held = HeldRun::start(
         ConfinedRun::python(""),

@@ -372,11 +372,11 @@ const CONNECTION_AT_MOST: u64 = 2 * MIB;
 
 trial!(
     Everyone,
-    a_connection_holds_little,
+    a_tcp_connection_holds_bounded_memory,
     only_at_full = "there is no network to connect by"
 );
 /// Buffers of the size that the kernel chooses, which on a host can grow to many MiB.
-fn a_connection_holds_little() {
+fn a_tcp_connection_holds_bounded_memory() {
     let (inside, host) = held_by_a_connection(0);
     assert!((1..CONNECTION_AT_MOST).contains(&inside), "{inside} inside");
     assert!(host > inside, "{host} on the host, {inside} inside");
@@ -403,9 +403,9 @@ fn memory_watched(act: &str, memory_bytes: u64) -> crate::confined_run::Confined
     confined.run()
 }
 
-trial!(Everyone, memory_that_was_let_go_of);
+trial!(Everyone, unmapped_shared_memory_is_counted);
 /// Shared pages that nobody maps any more stay in memory, and no process is charged for them.
-fn memory_that_was_let_go_of() {
+fn unmapped_shared_memory_is_counted() {
     let act = "
 import mmap, time
 kept = mmap.mmap(-1, 192 << 20)

@@ -13,7 +13,7 @@ use testkit::trial;
 use crate::confined_run::{
     ConfinedResult, ConfinedRun, HostResource, alone_with, attempts, compile, unconfined, verdict,
 };
-use crate::p10_limits::{DISK, MIB, WRITES, files_limited, stopped, unstopped};
+use crate::p10_limits::{DISK, MIB, WRITES, files_limited, stopped, undisturbed, unstopped};
 use crate::p11_deadline::Fifo;
 
 /// How much the watch may let through, as in `p10_limits.rs`.
@@ -116,7 +116,7 @@ fn disk_limited(act: &str, total_mib: u64, change: impl Fn(&mut ConfinedRun)) {
             confined.spec.limits.disk_bytes = disk_bytes;
         })
     };
-    let ran = run(total_mib, DISK);
+    let ran = undisturbed(|| run(total_mib, DISK));
     stopped(&ran, Stop::Disk);
     let written = ran.stdout.matches('.').count() as u64 * MIB;
     assert!(written <= DISK + OVERSHOOT, "{} MiB written", written / MIB);

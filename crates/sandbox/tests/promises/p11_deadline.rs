@@ -625,8 +625,8 @@ fn cancel_gives_the_grace() {
     );
 }
 
-trial!(Everyone, kill_gives_none);
-fn kill_gives_none() {
+trial!(Everyone, kill_gives_no_grace);
+fn kill_gives_no_grace() {
     let ran = wished(Some(Control::Kill));
     assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
     assert_eq!(

@@ -66,9 +66,12 @@ fn large_page_tables_do_not_hide_a_cancel() {
     assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
 }
 
-trial!(Everyone, an_end_with_slow_children_is_the_program_s_own);
+trial!(
+    Everyone,
+    slowly_dying_children_do_not_change_the_programs_exit_code
+);
 /// The first process ends by itself; how long its children take to die is no matter.
-fn an_end_with_slow_children_is_the_program_s_own() {
+fn slowly_dying_children_do_not_change_the_programs_exit_code() {
     let ran = slow_to_die("sys.exit(3)", 60_000, None);
     assert_eq!((ran.code(), ran.stop()), (Some(3), None), "{}", ran.all());
 }

@@ -436,8 +436,11 @@ fn the_bell_rings(test_database: &TestDatabase) {
     }
 }
 
-trial!(Caller, the_bell_survives_the_server);
-fn the_bell_survives_the_server() {
+trial!(
+    Caller,
+    the_change_listener_reconnects_after_the_server_restarts
+);
+fn the_change_listener_reconnects_after_the_server_restarts() {
     let Some(server) = PrivatePostgres::start() else {
         return;
     };
