@@ -16,7 +16,9 @@ use crate::database::value::{Cell, SqlValue, values};
 /// How large the database is and how it grows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoreStatus {
+    /// The version of the schema.
     pub schema: SchemaVersion,
+    /// The id of the database.
     pub id: String,
     /// The number of rows of each table.
     pub rows: Vec<(&'static str, u64)>,
@@ -24,11 +26,15 @@ pub struct StoreStatus {
     pub bytes: u64,
     /// The number of attempts in each state that occurs.
     pub states: Vec<(String, u64)>,
+    /// When the oldest attempt was created, by the database's clock. `None` if there are none.
     pub oldest_ms: Option<i64>,
+    /// When the newest attempt was created.
     pub newest_ms: Option<i64>,
     /// Sum of the lengths of all outputs, wherever they are stored.
     pub output_bytes: u64,
+    /// The number of attempts created in the last seven days.
     pub last_7_days_attempts: u64,
+    /// Sum of the lengths of their outputs.
     pub last_7_days_output_bytes: u64,
     /// Attempts whose post-process is pending or failed.
     pub post_process_due: u64,
@@ -149,6 +155,7 @@ const TABLES: [ExportTable; 12] = [
 ];
 
 impl Store {
+    /// Measures the database.
     pub fn status(&mut self) -> Result<StoreStatus, StoreError> {
         let what = "look at the record";
         let bytes = self.size_bytes()?;
@@ -221,6 +228,7 @@ impl Store {
         })
     }
 
+    /// The version of the schema that the database has.
     pub fn schema(&mut self) -> Result<SchemaVersion, StoreError> {
         match schema::inspect(&mut self.db)? {
             DatabaseContent::Fumehood { schema, .. } => Ok(schema),
