@@ -60,6 +60,7 @@
 //! ```
 
 #![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 mod analyses;
 pub mod artifacts;
@@ -68,7 +69,7 @@ mod database;
 mod queue;
 pub mod types;
 
-pub use analyses::events::{AnalysisEvent, EventKind};
+pub use analyses::events::AnalysisEvent;
 pub use attempts::export::StoreStatus;
 pub use attempts::objects::ArtifactStoreUse;
 pub use attempts::read::{
@@ -78,7 +79,7 @@ pub use attempts::read::{
 pub use attempts::remove::{RemovableAnalysis, RemovalCounts, UnfinishedPolicy};
 pub use database::error::StoreError;
 pub use database::fault::{Fault, FaultKind};
-pub use database::libpq_settings::{Environment, SslMode};
+pub use database::libpq_settings::Environment;
 pub use database::location::{Location, LocationOrigin, PostgresAddress};
 pub use database::location_error::LocationError;
 pub use database::migrations::{GRANTS, GRANTS_TO_READ, GRANTS_TO_REMOVE, SchemaVersion};

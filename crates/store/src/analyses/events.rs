@@ -9,8 +9,9 @@ use crate::database::value::{SqlValue, from_row, values};
 /// A reason is a word or a sentence of Fumehood. The bound keeps it short, whatever it may be one day.
 const REASON_CHARS_MAX: usize = 500;
 
+/// The kinds of events that this Fumehood writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EventKind {
+pub(crate) enum EventKind {
     Submitted,
     Claimed,
     Started,
@@ -22,18 +23,7 @@ pub enum EventKind {
 }
 
 impl EventKind {
-    pub const ALL: [EventKind; 8] = [
-        EventKind::Submitted,
-        EventKind::Claimed,
-        EventKind::Started,
-        EventKind::Ended,
-        EventKind::Committed,
-        EventKind::Cancelled,
-        EventKind::Retried,
-        EventKind::Parked,
-    ];
-
-    pub fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             EventKind::Submitted => "submitted",
             EventKind::Claimed => "claimed",
@@ -50,9 +40,13 @@ impl EventKind {
 /// One event of an analysis. The event is text, because a newer Fumehood may know more kinds.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct AnalysisEvent {
+    /// The number of the attempt.
     pub attempt: u32,
+    /// When it happened, by the database's clock: Unix time in milliseconds.
     pub ms: i64,
+    /// What happened, in one word.
     pub event: String,
+    /// A word or a sentence that says more, if there is one.
     pub reason: Option<String>,
     /// Who caused the event: a user, a worker, or a runner.
     pub by: Option<String>,

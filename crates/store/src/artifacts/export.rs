@@ -33,8 +33,10 @@ const DIR_MODE: Mode = Mode::from_raw_mode(0o755);
 /// The mode of the directory to export to, before the umask: that of any directory that the user creates.
 const TOP_MODE: Mode = Mode::from_raw_mode(0o777);
 
+/// What to do with what is in the way of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Overwrite {
+    /// Report a conflict, and write nothing.
     Never,
     /// Replaces files and links that are in the way, but not directories.
     Files,
@@ -49,18 +51,25 @@ pub enum ExportContent {
     Bytes(Vec<u8>),
 }
 
+/// One file that an export wrote.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct ExportedFile {
+    /// The path below the directory exported to.
     pub path: OutputPath,
+    /// The length of the file.
     pub bytes: u64,
     /// 64 lower-case hex digits, computed from the bytes that were written.
     pub sha256: String,
 }
 
+/// Why an export failed.
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
+    /// Opening or making the directory to export to failed.
     #[error("open the directory {path:?} to export to")]
     Open { path: PathBuf, source: io::Error },
+    /// Paths are in the way. Nothing was written.
     #[error(
         "export to {to:?}: {} in the way; nothing was written: {}",
         if *.count == 1 { "1 path is".to_owned() } else { format!("{} paths are", .count) },
@@ -72,14 +81,17 @@ pub enum ExportError {
         first: Vec<String>,
         count: usize,
     },
+    /// Finding out what is at a path failed. Nothing was written.
     #[error("look at {path:?} in the directory to export to; nothing was written")]
     Look { path: OutputPath, source: io::Error },
+    /// Writing an output failed. `written` lists the outputs that were written before.
     #[error("export {path:?}; {} of the outputs were written before", .written.len())]
     Write {
         path: OutputPath,
         written: Vec<ExportedFile>,
         source: io::Error,
     },
+    /// The content of an output is not that of its hash. `written` lists the outputs that were written before.
     #[error(
         "export {path:?}: the store's content is damaged, and was not written; {} of the outputs were written before",
         .written.len()

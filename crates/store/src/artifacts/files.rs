@@ -16,7 +16,7 @@ static ZEROS: [u8; BUFFER_BYTES] = [0; BUFFER_BYTES];
 
 /// Opens a directory of the store. Does not follow links and does not enter mounts, since hard links across mounts
 /// would fail.
-pub fn open_dir(parent: BorrowedFd<'_>, name: &str) -> rustix::io::Result<OwnedFd> {
+pub(crate) fn open_dir(parent: BorrowedFd<'_>, name: &str) -> rustix::io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
     rustix::fs::openat2(parent, name, flags, Mode::empty(), resolve)
@@ -63,7 +63,7 @@ pub fn each_entry(dir: BorrowedFd<'_>, see: &mut dyn FnMut(&CStr)) -> rustix::io
 }
 
 /// Opens a regular file of the store. NONBLOCK, so that a FIFO or device in its place cannot block this process.
-pub fn open_object(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<File> {
+pub(crate) fn open_object(dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_XDEV;
     let file = rustix::fs::openat2(dir, name, flags, Mode::empty(), resolve)?;
@@ -112,7 +112,11 @@ pub fn proc_path(file: BorrowedFd<'_>) -> String {
 }
 
 /// Gives the file behind a descriptor another name, which must be free.
-pub fn link(file: BorrowedFd<'_>, dir: BorrowedFd<'_>, name: &str) -> rustix::io::Result<()> {
+pub(crate) fn link(
+    file: BorrowedFd<'_>,
+    dir: BorrowedFd<'_>,
+    name: &str,
+) -> rustix::io::Result<()> {
     match rustix::fs::linkat(file, c"", dir, name, AtFlags::EMPTY_PATH) {
         // Before Linux 6.10 only root may link a descriptor with AT_EMPTY_PATH.
         Err(Errno::NOENT) => link_by_proc(file, dir, name),
@@ -120,7 +124,7 @@ pub fn link(file: BorrowedFd<'_>, dir: BorrowedFd<'_>, name: &str) -> rustix::io
     }
 }
 
-pub fn link_by_proc(
+pub(crate) fn link_by_proc(
     file: BorrowedFd<'_>,
     dir: BorrowedFd<'_>,
     name: &str,
@@ -131,14 +135,14 @@ pub fn link_by_proc(
 
 /// A new file that is not an object yet. It has no name if the file system supports that, so a crash leaves nothing
 /// behind. Otherwise it has a name in `staging`, which is removed on drop or, after a crash, by the next sweep.
-pub struct Draft<'a> {
+pub(crate) struct Draft<'a> {
     staging: BorrowedFd<'a>,
     file: OwnedFd,
     name: Option<String>,
 }
 
 impl<'a> Draft<'a> {
-    pub fn new(staging: BorrowedFd<'a>) -> io::Result<Draft<'a>> {
+    pub(crate) fn new(staging: BorrowedFd<'a>) -> io::Result<Draft<'a>> {
         let mode = Mode::RUSR | Mode::WUSR;
         let nameless = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
         match rustix::fs::openat(staging, ".", nameless, mode) {
@@ -191,7 +195,7 @@ pub fn length(file: BorrowedFd<'_>) -> io::Result<u64> {
 
 /// Reads the first `bytes` of a file and passes every byte to `see`, including the zeros of holes. If `to` is given,
 /// writes the data to the same offsets there, without the holes. A file that is too short is an error.
-pub fn read_through(
+pub(crate) fn read_through(
     from: BorrowedFd<'_>,
     to: Option<BorrowedFd<'_>>,
     bytes: u64,
@@ -206,12 +210,13 @@ pub fn read_through(
 /// How to treat holes of a sparse file. Looking for them costs two system calls for each range of data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HoleHandling {
+    /// Pass their zeros on without reading them, and leave them out of the copy.
     Skip,
     /// The file has no holes, or they may be read as zeros.
     ReadAsZeros,
 }
 
-/// Like [`read_through`], for a part of the file, with a buffer that the caller can reuse.
+/// Like `read_through`, for a part of the file, with a buffer that the caller can reuse.
 pub fn read_range(
     from: BorrowedFd<'_>,
     to: Option<BorrowedFd<'_>>,
@@ -260,7 +265,11 @@ fn clamp(bytes: u64) -> usize {
 }
 
 /// The next range of data at or after `offset`. Returns an empty range at `end` if there is none.
-pub fn next_data(file: BorrowedFd<'_>, offset: u64, end: u64) -> rustix::io::Result<(u64, u64)> {
+pub(crate) fn next_data(
+    file: BorrowedFd<'_>,
+    offset: u64,
+    end: u64,
+) -> rustix::io::Result<(u64, u64)> {
     let start = match rustix::fs::seek(file, SeekFrom::Data(offset)) {
         // There is a hole up to the end of the file. If the file ends before `end`, return a range that cannot be
         // read, which becomes an error.
@@ -277,7 +286,7 @@ pub fn next_data(file: BorrowedFd<'_>, offset: u64, end: u64) -> rustix::io::Res
     Ok((start, if stop > start { stop } else { end }))
 }
 
-pub fn write_all_at(
+pub(crate) fn write_all_at(
     file: BorrowedFd<'_>,
     mut bytes: &[u8],
     mut offset: u64,

@@ -55,9 +55,13 @@ impl HashThreads {
 /// A file whose first `bytes` are hashed and, if `to` is given, copied to the same offsets there, without the holes.
 #[derive(Clone, Copy)]
 pub struct LargeFile<'a> {
+    /// The file to read.
     pub from: BorrowedFd<'a>,
+    /// The file to copy to, if the content is to be copied.
     pub to: Option<BorrowedFd<'a>>,
+    /// How many bytes to read.
     pub bytes: u64,
+    /// What to do with holes.
     pub holes: HoleHandling,
 }
 
@@ -192,7 +196,7 @@ impl LargeFile<'_> {
 }
 
 /// Whether a file has this length and hash. Reads the whole file.
-pub fn is_content(file: BorrowedFd<'_>, hash: &ContentHash, bytes: u64) -> io::Result<bool> {
+pub(crate) fn is_content(file: BorrowedFd<'_>, hash: &ContentHash, bytes: u64) -> io::Result<bool> {
     if files::length(file)? != bytes {
         return Ok(false);
     }
@@ -203,13 +207,13 @@ pub fn is_content(file: BorrowedFd<'_>, hash: &ContentHash, bytes: u64) -> io::R
     }
 }
 
-pub fn hash_of(file: BorrowedFd<'_>, bytes: u64) -> io::Result<ContentHash> {
+pub(crate) fn hash_of(file: BorrowedFd<'_>, bytes: u64) -> io::Result<ContentHash> {
     read_hashed(file, None, bytes)
 }
 
 /// Hashes the first `bytes` of a file. If `to` is given, writes the data to the same offsets there, without the
 /// holes. A file that is too short is an error.
-pub fn read_hashed(
+pub(crate) fn read_hashed(
     from: BorrowedFd<'_>,
     to: Option<BorrowedFd<'_>>,
     bytes: u64,

@@ -69,38 +69,51 @@ const SYNC_EACH_MAX: usize = 16;
 /// When this many objects wait to be made durable, they are made durable at once. Limits memory.
 const UNSYNCED_MAX: usize = 65_536;
 
+/// Why the artifact store could not do what it was asked to do.
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum ArtifactError {
+    /// The directory is on a network file system.
     #[error(
         "keep {path:?} on {kind}: locks and durability cannot be relied on there; set FUMEHOOD_HOME to a directory on a local disk, or use PostgreSQL (--db) for the database"
     )]
     NetworkFs { path: PathBuf, kind: &'static str },
+    /// Asking for the kind of file system failed.
     #[error("find out what file system {path:?} is on")]
     StatFs { path: PathBuf, source: io::Error },
+    /// Opening or creating the directories of the store failed.
     #[error("make the artifact store {path:?}")]
     Make { path: PathBuf, source: io::Error },
+    /// A directory of the store could be changed by another user.
     #[error(
         "the artifact store {path:?} belongs to another user or can be written by others; chmod 700 it, or choose another"
     )]
     NotPrivate { path: PathBuf },
+    /// Reading or writing the file with the id of the store failed.
     #[error("read the identity of the artifact store, {path:?}")]
     Identity { path: PathBuf, source: io::Error },
+    /// A newer Fumehood made the store.
     #[error(
         "the artifact store {path:?} has version {found}, and this Fumehood knows {}; use a newer Fumehood",
         identity::VERSION
     )]
     Version { path: PathBuf, found: u32 },
+    /// Locking the store failed.
     #[error("lock the artifact store {path:?}")]
     Lock { path: PathBuf, source: io::Error },
+    /// Other processes, `pids`, held the lock for longer than this process waits.
     #[error(
         "the artifact store {path:?} is in use by {}; wait for that to end, and repeat",
         lock::describe(.pids)
     )]
     Busy { path: PathBuf, pids: Vec<u32> },
+    /// The lock that the caller passed is that of another store.
     #[error("the lock that was given is another artifact store's, not that of {path:?}")]
     OtherStore { path: PathBuf },
+    /// Opening an output in the workspace failed.
     #[error("open the output {path:?} in the workspace")]
     Open { path: OutputPath, source: io::Error },
+    /// An output is not as the manifest says.
     #[error(
         "take the output {path:?}: {what} is not what the manifest says; it is left where it is"
     )]
@@ -108,25 +121,32 @@ pub enum ArtifactError {
         path: OutputPath,
         what: &'static str,
     },
+    /// Reading an output failed.
     #[error("read the output {path:?}")]
     Read { path: OutputPath, source: io::Error },
+    /// Writing an object, or giving it its name, failed.
     #[error("put the object {hash} into the artifact store")]
     Place {
         hash: ContentHash,
         source: io::Error,
     },
+    /// A file, or an object of another store, has other content than its hash says.
     #[error("the content of the object {hash} is not that of its name")]
     Damaged { hash: ContentHash },
+    /// Reading an object of the store, or finding out whether it exists, failed.
     #[error("open the object {hash} in the artifact store {path:?}")]
     Object {
         path: PathBuf,
         hash: ContentHash,
         source: io::Error,
     },
+    /// Making objects durable failed.
     #[error("make the objects in the artifact store {path:?} durable")]
     Sync { path: PathBuf, source: io::Error },
+    /// Listing the objects of the store failed.
     #[error("list the artifact store {path:?}")]
     List { path: PathBuf, source: io::Error },
+    /// Reading or writing the list of databases that use the store failed.
     #[error("note or read who uses the artifact store, in {path:?}")]
     Users { path: PathBuf, source: io::Error },
 }
@@ -137,9 +157,15 @@ pub enum SyncMethod {
     /// All objects were durable already.
     NothingToSync,
     /// Synced one by one.
-    Each { objects: usize },
+    Each {
+        /// How many objects were synced.
+        objects: usize,
+    },
     /// Synced together with the whole file system.
-    FileSystem { objects: usize },
+    FileSystem {
+        /// How many objects were to be synced.
+        objects: usize,
+    },
 }
 
 /// An open store. Threads may share it.
@@ -244,6 +270,7 @@ impl Artifacts {
         &self.id
     }
 
+    /// The directory of the store, as it was given to [`Artifacts::open`].
     pub fn path(&self) -> &Path {
         &self.path
     }

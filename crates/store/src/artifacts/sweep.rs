@@ -13,21 +13,30 @@ use crate::types::manifest::ContentHash;
 /// The condition of an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ObjectCondition {
+    /// It can be read, and owner, mode, length and content are right.
     Sound,
+    /// There is no such object.
     Missing,
     /// Its name belongs to a directory, a link or something else.
     NotAFile,
+    /// Its length is not that in the record.
     WrongLength {
+        /// The length of the file.
         found: u64,
     },
+    /// Its content has another hash.
     WrongContent {
+        /// The hash of the content.
         found: ContentHash,
     },
     /// Others may write to it, or this process may not read it.
     WrongMode {
+        /// The mode of the file: permissions and set-id bits.
         found: u32,
     },
+    /// Another user owns it.
     WrongOwner {
+        /// The uid of the owner.
         found: u32,
     },
 }
@@ -45,6 +54,7 @@ impl ObjectCondition {
 /// What was removed, or in a dry run would be removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct SweepTotals {
+    /// The number of objects.
     pub objects: u64,
     /// Space on disk.
     pub bytes: u64,
@@ -56,8 +66,10 @@ pub struct SweepTotals {
     pub foreign: u64,
 }
 
+/// How much the store holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StoreUsage {
+    /// The number of objects.
     pub objects: u64,
     /// Space on disk, which is less than the length for sparse files.
     pub bytes: u64,

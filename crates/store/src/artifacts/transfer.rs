@@ -86,6 +86,7 @@ pub enum TransferMethod {
     Linked,
     /// The object shares the file's blocks until one of them is written to.
     Reflinked,
+    /// The content was copied.
     Copied,
 }
 

@@ -18,6 +18,7 @@ use crate::types::manifest::ContentHash;
 const USERS: &str = "users";
 const USER_BYTES_MAX: u64 = 16 << 10;
 
+/// A database and a home whose outputs are in the store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreUser {
     /// The id of the database.
@@ -29,6 +30,7 @@ pub struct StoreUser {
 }
 
 impl StoreUser {
+    /// Describes a user of the store. Resolves the links in `home` if it exists.
     pub fn new(database_id: &str, database: &str, home: &Path) -> StoreUser {
         let home = std::fs::canonicalize(home).unwrap_or_else(|_| home.to_path_buf());
         StoreUser {

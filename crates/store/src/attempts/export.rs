@@ -20,8 +20,10 @@ use crate::types::random_hex::to_hex;
 /// How large the database is and how it grows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct StoreStatus {
+    /// The id of the database.
     #[serde(rename = "database_id")]
     pub id: String,
+    /// The version of the schema.
     #[serde(rename = "database_schema", serialize_with = "serialize_as_text")]
     pub schema: SchemaVersion,
     /// The size on disk.
@@ -33,11 +35,15 @@ pub struct StoreStatus {
     /// The number of attempts in each state that occurs.
     #[serde(serialize_with = "serialize_as_map")]
     pub states: Vec<(String, u64)>,
+    /// When the oldest attempt was created, by the database's clock. `None` if there are none.
     pub oldest_ms: Option<i64>,
+    /// When the newest attempt was created.
     pub newest_ms: Option<i64>,
     /// Sum of the lengths of all outputs, wherever they are stored.
     pub output_bytes: u64,
+    /// The number of attempts created in the last seven days.
     pub last_7_days_attempts: u64,
+    /// Sum of the lengths of their outputs.
     pub last_7_days_output_bytes: u64,
     /// Attempts whose post-process is pending or failed.
     pub post_process_due: u64,
@@ -171,6 +177,7 @@ const TABLES: [ExportTable; 12] = [
 ];
 
 impl Store {
+    /// Measures the database.
     pub fn status(&mut self) -> Result<StoreStatus, StoreError> {
         let what = "look at the record";
         let bytes = self.size_bytes()?;
@@ -243,6 +250,7 @@ impl Store {
         })
     }
 
+    /// The version of the schema that the database has.
     pub fn schema(&mut self) -> Result<SchemaVersion, StoreError> {
         match schema::inspect(&mut self.db)? {
             DatabaseContent::Fumehood { schema, .. } => Ok(schema),

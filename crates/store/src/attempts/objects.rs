@@ -11,9 +11,11 @@ use crate::types::manifest::ContentHash;
 /// How many objects of an artifact store the database refers to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ArtifactStoreUse {
+    /// The id of the artifact store.
     pub artifact_store: String,
     /// The machine whose runner stored the objects.
     pub host: String,
+    /// The number of different objects.
     pub objects: u64,
 }
 

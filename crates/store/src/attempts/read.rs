@@ -16,13 +16,16 @@ pub enum AttemptSelection {
     All,
 }
 
+/// What [`Store::list`] returns.
 #[derive(Clone, Copy, Debug)]
 pub struct AttemptFilter<'a> {
     /// Empty means all states.
     pub states: &'a [State],
     /// Only attempts created at this time or later, by the database's clock.
     pub since_ms: Option<i64>,
+    /// Whether superseded and earlier attempts are listed.
     pub which: AttemptSelection,
+    /// The largest number of attempts to return.
     pub limit: u32,
 }
 
@@ -30,28 +33,47 @@ pub struct AttemptFilter<'a> {
 /// Fields are only ever added.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct AttemptSummary {
+    /// The id of the analysis.
     pub id: String,
+    /// The number of the attempt, from 1.
     pub attempt: u32,
+    /// The state, or [`State::Unknown`].
     #[serde(skip)]
     pub state: State,
     /// The state as stored, which may be one that [`State`] does not know.
     #[serde(rename = "status")]
     pub state_word: String,
+    /// A word that says more about a final state.
     pub reason: Option<String>,
+    /// A sentence for people, if there is one.
     pub message: Option<String>,
+    /// Whether somebody else ended or removed the attempt before it was committed. It does not count then.
     pub superseded: bool,
+    /// The machine that runs or ran it. Empty while it is queued.
     pub host: String,
+    /// When it was queued, or begun by `run`, by the database's clock.
     pub created_ms: i64,
+    /// When the program started, by the runner's clock. `None` if it did not run.
     pub started_ms: Option<i64>,
+    /// When it ended, by the runner's clock.
     pub ended_ms: Option<i64>,
+    /// When its state became final, by the database's clock. `None` if it is not final.
     pub committed_ms: Option<i64>,
+    /// How long the program ran. `None` if it did not run or has not ended.
     pub wall_ms: Option<u64>,
+    /// The exit status of the program, if it exited.
     pub exit_code: Option<i32>,
+    /// The number of the signal that ended the program, if one did.
     pub signal: Option<i32>,
+    /// `full` or `landlock`, or `none` for results that were made without a sandbox. `None` if it is not known.
     pub isolation_level: Option<String>,
+    /// Whether the program succeeded and Fumehood took everything that it left. `None` if it has not ended.
     pub complete: Option<bool>,
+    /// The number of outputs. `None` if it is not committed.
     pub outputs_count: Option<u64>,
+    /// Sum of the lengths of all outputs. `None` if it is not committed.
     pub output_bytes: Option<u64>,
+    /// The state of the post-process, or [`PostProcessState::Unknown`].
     #[serde(skip)]
     pub post_process: PostProcessState,
     /// The state of the post-process as stored.
@@ -62,49 +84,81 @@ pub struct AttemptSummary {
 /// Everything about an attempt except its outputs, logs and remarks. Fields ending in `_json` hold JSON text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AttemptRow {
+    /// What a listing shows.
     pub summary: AttemptSummary,
+    /// The kernel's id of the boot during which it ran. Empty while it is queued.
     pub boot_id: String,
+    /// The user who asked for it, if known.
     pub submitter: Option<String>,
+    /// The path of its workspace on the host, if known.
     pub workspace: Option<String>,
     /// `None` if the attempt has not ended or was given up by somebody else.
     pub usage: Option<AttemptUsage>,
+    /// The layers that were in force.
     pub isolation_json: Option<String>,
+    /// Each limit, and what enforced it.
     pub limits_json: Option<String>,
+    /// Guesses at why the program failed.
     pub hints_json: Option<String>,
+    /// What the user was told.
     pub notices_json: Option<String>,
+    /// What the result was made from: command, inputs, runtime, packages, host.
     pub provenance_json: Option<String>,
+    /// How many things in the workspace were not collected. `None` if it is not committed.
     pub refused_count: Option<u64>,
+    /// `result.json`, if there is one and both databases accept it.
     pub result_json: Option<String>,
+    /// Why `result.json` is kept only as a file, if it is.
     pub result_note: Option<String>,
+    /// How often the post-process has ended.
     pub post_process_tries: u64,
+    /// The last message of the post-process.
     pub post_process_message: Option<String>,
+    /// When the state of the post-process was last recorded, by the database's clock.
     pub post_process_ms: Option<i64>,
 }
 
 /// An output, also in every `--json` document. There the path is escaped; `fumehood outputs` accepts it in this form.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct StoredOutput {
+    /// The path below the workspace.
     pub path: OutputPath,
+    /// The length of the file.
     pub bytes: u64,
+    /// A guess at the type of the content. Says nothing about safety.
     pub media_type: String,
+    /// The hash of the content, which names its object in the artifact store.
     pub blake3: ContentHash,
+    /// When the program last changed the file, as the program left it, so it proves nothing.
     pub modified_ms: i64,
+    /// The id of the artifact store that holds the object.
     pub artifact_store: String,
+    /// The machine of that artifact store.
     pub host: String,
     /// Whether the database holds the bytes.
     pub inline: bool,
 }
 
+/// The log of one standard stream. See [`crate::LogRow`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoredLog {
+    /// One of [`crate::STREAMS`].
     pub stream: String,
+    /// How many bytes the program wrote.
     pub total_bytes: u64,
+    /// How many of these bytes were not kept.
     pub dropped_bytes: u64,
+    /// The first bytes that were kept, or an excerpt if there is an object.
     pub head: Vec<u8>,
+    /// The last bytes that were kept, or an excerpt if there is an object.
     pub tail: Vec<u8>,
+    /// The object with every byte that was kept. `None` if `head` and `tail` are everything.
     pub object: Option<ContentHash>,
+    /// The id of the artifact store that holds the object.
     pub artifact_store: Option<String>,
+    /// The length of the object.
     pub object_bytes: Option<u64>,
+    /// How many bytes of the object come before the gap that was dropped.
     pub object_head_bytes: Option<u64>,
 }
 
@@ -112,36 +166,53 @@ pub struct StoredLog {
 /// [`crate::types::manifest::Remark`].
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct StoredRemark {
+    /// The path, escaped.
     #[serde(rename = "path")]
     pub path_text: String,
+    /// The word for the remark.
     pub remark: String,
 }
 
+/// How often one remark was made, listed or not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RemarkCount {
+    /// The word for the remark.
     pub remark: String,
+    /// How many paths it was made on.
     pub count: u64,
 }
 
 /// An attempt that has not ended as far as the database knows. Has no `Debug`, because it holds the key.
 #[derive(Clone, PartialEq, Eq)]
 pub struct UnfinishedAttempt {
+    /// The id of the analysis.
     pub id: String,
+    /// The number of the attempt.
     pub attempt: u32,
+    /// The attempt's token. See [`crate::NewAttempt`].
     pub key: String,
+    /// Running or collecting.
     pub state: State,
+    /// The id of the machine that runs it.
     pub host: String,
+    /// The kernel's id of the boot during which it was begun.
     pub boot_id: String,
+    /// When it was queued, or begun by `run`, by the database's clock.
     pub created_ms: i64,
 }
 
 /// An attempt whose post-process is still to be run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DuePostProcess {
+    /// The id of the analysis.
     pub id: String,
+    /// The number of the attempt.
     pub attempt: u32,
+    /// The id of the machine that ran it.
     pub host: String,
+    /// Pending or failed.
     pub state: PostProcessState,
+    /// How often the post-process has ended already.
     pub tries: u64,
 }
 
@@ -265,6 +336,7 @@ impl Store {
         row.map_or(Ok(None), |mut row| row.maybe_bytes(what))
     }
 
+    /// The log of a stream. `None` if no log of it is stored.
     pub fn log(
         &mut self,
         id: &str,

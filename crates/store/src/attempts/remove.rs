@@ -14,28 +14,35 @@ use crate::types::manifest::ContentHash;
 /// What to do with an attempt that has not ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnfinishedPolicy {
+    /// Remove nothing, and return an error.
     Refuse,
     /// Remove it. Its runner finds the row gone and stores its result under a new number.
     Remove,
 }
 
+/// What was removed with an analysis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct RemovalCounts {
+    /// The number of attempts.
     pub attempts: u64,
+    /// The number of outputs.
     pub outputs: u64,
 }
 
 /// A finished analysis that is old enough to be removed.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct RemovableAnalysis {
+    /// The id of the analysis.
     pub id: String,
     /// The state of the current attempt.
     #[serde(rename = "status")]
     pub state: State,
+    /// The number of attempts.
     pub attempts: u64,
     /// When the newest attempt was committed.
     #[serde(skip)]
     pub committed_ms: i64,
+    /// Sum of the lengths of the outputs of all attempts.
     pub output_bytes: u64,
 }
 

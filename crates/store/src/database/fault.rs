@@ -12,19 +12,24 @@ pub enum FaultKind {
     /// The database cannot be reached, or the connection was lost. The last transaction may or may not be committed:
     /// repeat it.
     Unreachable,
+    /// The database, its file system or the transaction cannot be written to.
     ReadOnly,
     /// Another connection holds a lock for longer than this process waits.
     Busy,
+    /// The disk of the database, or a quota on it, is full.
     Full,
+    /// The server, or the file system, refuses access.
     Permission,
     /// The schema is missing or has another version.
     Schema,
+    /// The database is damaged, or holds a value that Fumehood does not write.
     Damaged,
+    /// Anything else.
     Other,
 }
 
 impl FaultKind {
-    pub fn advice(self) -> &'static str {
+    pub(crate) fn advice(self) -> &'static str {
         match self {
             FaultKind::Unreachable => {
                 "see that the database runs and can be reached, then repeat the command"
@@ -49,6 +54,7 @@ impl FaultKind {
 /// A message from the database or its driver: of limited length, without control characters, without the password.
 #[derive(Debug)]
 pub struct Fault {
+    /// What kind of failure the message tells of.
     pub kind: FaultKind,
     text: String,
 }

@@ -52,14 +52,21 @@ impl Settings {
 /// A name that is not in [`Settings::names`].
 pub(crate) struct UnknownSetting;
 
+/// Whether to use TLS and what to check, with libpq's names and meanings. Not used for sockets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum SslMode {
+pub(crate) enum SslMode {
+    /// Never use TLS.
     Disable,
+    /// Use TLS if the server refuses connections without it.
     Allow,
+    /// Use TLS if the server offers it.
     #[default]
     Prefer,
+    /// Refuse connections without TLS.
     Require,
+    /// Like `Require`, and check that a trusted authority signed the certificate.
     VerifyCa,
+    /// Like `VerifyCa`, and check that the certificate is for this host.
     VerifyFull,
 }
 

@@ -21,7 +21,9 @@ const CONNECT_LIMIT_S_MAX: u64 = 300;
 pub enum LocationOrigin {
     /// Every user of the machine can read a command line in the process list.
     CommandLine,
+    /// An environment variable, which only the same user can read.
     Environment,
+    /// A file that the user named or that Fumehood reads by itself.
     File,
 }
 
@@ -29,15 +31,23 @@ pub enum LocationOrigin {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PostgresAddress {
     /// A host name, an IP address, or the directory of a socket.
-    pub host: String,
-    pub port: u16,
-    pub user: String,
-    pub database: String,
-    pub ssl_mode: SslMode,
-    pub ssl_root_cert: Option<PathBuf>,
-    pub ssl_cert: Option<PathBuf>,
-    pub ssl_key: Option<PathBuf>,
-    pub connect_limit_ms: u64,
+    pub(crate) host: String,
+    /// The TCP port, or the number in the name of the socket.
+    pub(crate) port: u16,
+    /// The role to connect as.
+    pub(crate) user: String,
+    /// The name of the database.
+    pub(crate) database: String,
+    /// Whether to use TLS and what to check.
+    pub(crate) ssl_mode: SslMode,
+    /// The file with the certificates of trusted authorities. `None`: those of the system.
+    pub(crate) ssl_root_cert: Option<PathBuf>,
+    /// The file with the client's certificate.
+    pub(crate) ssl_cert: Option<PathBuf>,
+    /// The file with the key of the client's certificate.
+    pub(crate) ssl_key: Option<PathBuf>,
+    /// How long to wait for a connection.
+    pub(crate) connect_limit_ms: u64,
     password: Option<Secret>,
 }
 
@@ -47,15 +57,19 @@ impl PostgresAddress {
     }
 }
 
+/// Where the record is kept. `Display` shows the address without the password.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Location {
     /// Keep no record.
     None,
+    /// The file of a SQLite database.
     Sqlite(PathBuf),
+    /// A PostgreSQL database.
     Postgres(Box<PostgresAddress>),
 }
 
 impl Location {
+    /// Reads an address. For PostgreSQL, completes it from the environment, the service file and the password file.
     pub fn parse(
         text: &str,
         origin: LocationOrigin,

@@ -1,12 +1,16 @@
 //! The versions of the schema, the SQL that creates each of them, and the grants that roles need.
 
+/// A version of the schema. Within a major version, each minor version only adds to the one before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SchemaVersion {
+    /// Another major version cannot be used.
     pub major: u32,
+    /// How many migrations created the schema.
     pub minor: u32,
 }
 
 impl SchemaVersion {
+    /// The version that this Fumehood creates, and the oldest that it can use.
     pub const CURRENT: SchemaVersion = SchemaVersion {
         major: 1,
         minor: MIGRATIONS.len() as u32,

@@ -12,7 +12,9 @@ use crate::types::random_hex::random_hex;
 /// The versions before and after a migration. They are equal if there was nothing to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MigrationResult {
+    /// The version before. `None` if the database was empty.
     pub from: Option<SchemaVersion>,
+    /// The version after.
     pub to: SchemaVersion,
 }
 

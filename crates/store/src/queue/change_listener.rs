@@ -59,6 +59,7 @@ enum StopHandle {
 }
 
 impl ChangeListener {
+    /// Starts a thread that listens to the database at this address. There is no such thing for [`Location::None`].
     pub fn subscribe(location: &Location) -> Result<ChangeListener, StoreError> {
         match location {
             Location::None => Err(StoreError::NoDatabase),

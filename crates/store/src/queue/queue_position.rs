@@ -7,13 +7,17 @@ use crate::database::value::values;
 /// What the queue knows about an attempt. An attempt that was not submitted has none of this.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct QueuePosition {
+    /// Higher priorities run first.
     pub priority: u64,
+    /// How often it may be tried again in all.
     pub retries: u64,
+    /// How often it may still be tried again.
     pub retries_left: Option<u64>,
     /// The states after which the attempt is tried again.
     pub retry_on: Vec<String>,
     /// What admission counts. `None`: the worker's default applies.
     pub memory_bytes: Option<u64>,
+    /// In thousandths of a CPU. `None`: nothing is counted.
     pub cpu_milli: Option<u64>,
     /// The worker that claimed the attempt.
     pub worker: Option<String>,
@@ -21,14 +25,17 @@ pub struct QueuePosition {
     pub lease_ms: Option<i64>,
     /// When somebody first requested cancellation, and who.
     pub cancel_ms: Option<i64>,
+    /// Who first requested cancellation.
     pub cancel_by: Option<String>,
     /// `None` if the attempt is not waiting.
     #[serde(skip)]
     pub waiting: Option<QueueWait>,
 }
 
+/// How an attempt waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueWait {
+    /// When it was queued, by the database's clock.
     pub queued_ms: i64,
     /// After a failure, the attempt waits until this time.
     pub not_before_ms: Option<i64>,
@@ -49,6 +56,7 @@ fn words(list: &str) -> Vec<String> {
 pub const AHEAD_MAX: u64 = 10_000;
 
 impl Store {
+    /// What the queue knows about an attempt. `None` if there is no such attempt or its analysis was not submitted.
     pub fn queue_position(
         &mut self,
         id: &str,

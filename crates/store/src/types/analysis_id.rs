@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 #[serde(try_from = "String", into = "String")]
 pub struct AnalysisId(String);
 
+/// The text is not of the form of an [`AnalysisId`].
 #[derive(Debug, thiserror::Error)]
 #[error("analysis id {given:?} is not of the form [A-Za-z0-9][A-Za-z0-9._-]{{0,63}}")]
 pub struct AnalysisIdError {
@@ -15,8 +16,10 @@ pub struct AnalysisIdError {
 }
 
 impl AnalysisId {
+    /// The largest number of bytes in an id.
     pub const LEN_MAX: usize = 64;
 
+    /// Checks the form of an id.
     pub fn new(text: &str) -> Result<Self, AnalysisIdError> {
         let bytes = text.as_bytes();
         let good = !bytes.is_empty()
@@ -45,6 +48,7 @@ impl AnalysisId {
         AnalysisId(format!("a{seconds:x}-{noise:010x}"))
     }
 
+    /// The id as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }

@@ -3,7 +3,9 @@
 /// An amount of memory and CPU that a request asks for or a worker has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Capacity {
+    /// Memory, in bytes.
     pub memory_bytes: u64,
+    /// CPUs, in thousandths.
     pub cpu_milli: u64,
 }
 

@@ -16,8 +16,10 @@ macro_rules! crash_points {
         pub enum CrashPoint { $(#[doc = $why] $name,)* }
 
         impl CrashPoint {
+            /// Every point, in order.
             pub const ALL: &[CrashPoint] = &[$(CrashPoint::$name,)*];
 
+            /// The name that tests, timings and ARCHITECTURE.md use for the point.
             pub fn name(self) -> &'static str {
                 match self { $(CrashPoint::$name => $point_name,)* }
             }

@@ -10,10 +10,14 @@ pub const RESERVED_NAMES: [&str; 3] = ["data", "docs", ".fumehood"];
 /// The largest number of components in a name.
 pub const DEPTH_MAX: usize = 128;
 
+/// Why an input cannot have a name in the workspace.
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum InputNameError {
+    /// The name is not a relative path of plain components, or has more than [`DEPTH_MAX`] of them.
     #[error("input name {name:?} must be a relative path without `..`")]
     BadName { name: PathBuf },
+    /// The name begins with one of [`RESERVED_NAMES`].
     #[error(
         "input name {name:?}: {reserved:?} at the top of the workspace is Fumehood's own; give another with --input PATH:NAME"
     )]
@@ -21,6 +25,7 @@ pub enum InputNameError {
         name: PathBuf,
         reserved: &'static str,
     },
+    /// No name was given, and the path ends in none.
     #[error("input {path:?} has no name of its own; give one with --input PATH:NAME")]
     NoName { path: PathBuf },
 }

@@ -14,6 +14,7 @@ pub const PATH_BYTES_MAX: usize = 2047;
 /// The longest component, which nearly every file system supports. An export can therefore use the same names.
 pub const COMPONENT_BYTES_MAX: usize = 255;
 
+/// The version of [`Manifest`] that this Fumehood writes.
 pub const VERSION: u32 = 1;
 /// How many remarks are listed. Further remarks are only counted.
 pub const REMARKS_MAX: usize = 1_000;
@@ -24,6 +25,7 @@ pub const REMARKS_MAX: usize = 1_000;
 #[serde(try_from = "String", into = "String")]
 pub struct OutputPath(Vec<u8>);
 
+/// The bytes are not an [`OutputPath`], or the text is not the escaped form of one.
 #[derive(Debug, thiserror::Error)]
 #[error("{given:?} is not a relative path of plain components")]
 pub struct OutputPathError {
@@ -31,6 +33,7 @@ pub struct OutputPathError {
 }
 
 impl OutputPath {
+    /// Checks that the path is relative and that all its components are plain names.
     pub fn new(bytes: Vec<u8>) -> Result<OutputPath, OutputPathError> {
         let plain = |part: &[u8]| !part.is_empty() && part != b"." && part != b"..";
         match !bytes.contains(&0) && bytes.split(|b| *b == b'/').all(plain) {
@@ -41,6 +44,7 @@ impl OutputPath {
         }
     }
 
+    /// The path as it was in the workspace, not escaped.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
@@ -50,6 +54,7 @@ impl OutputPath {
         escape_text(&self.0)
     }
 
+    /// The components of the path, none of them empty.
     pub fn components(&self) -> impl Iterator<Item = &[u8]> {
         self.0.split(|b| *b == b'/')
     }
@@ -83,6 +88,7 @@ impl From<OutputPath> for String {
 #[serde(try_from = "String", into = "String")]
 pub struct ContentHash([u8; 32]);
 
+/// The text is not a [`ContentHash`].
 #[derive(Debug, thiserror::Error)]
 #[error("{given:?} is not a hash of 64 lower-case hex digits")]
 pub struct ContentHashError {
@@ -90,14 +96,17 @@ pub struct ContentHashError {
 }
 
 impl ContentHash {
+    /// Hashes some bytes.
     pub fn of(bytes: &[u8]) -> ContentHash {
         ContentHash(*blake3::hash(bytes).as_bytes())
     }
 
+    /// Makes a hash from its 32 bytes.
     pub fn from_bytes(bytes: [u8; 32]) -> ContentHash {
         ContentHash(bytes)
     }
 
+    /// Reads the 64 lower-case hex digits of a hash.
     pub fn parse(text: &str) -> Result<ContentHash, ContentHashError> {
         let hash = blake3::Hash::from_hex(text).ok();
         let hash = hash.map(|hash| ContentHash(*hash.as_bytes()));
@@ -137,9 +146,11 @@ impl From<ContentHash> for String {
 /// One collected file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Output {
+    /// The path below the workspace.
     pub path: OutputPath,
     /// The length of the file; also for a sparse file.
     pub bytes: u64,
+    /// The hash of the content.
     pub blake3: ContentHash,
     /// Guessed from the first bytes and the file's extension. Says nothing about safety.
     pub media_type: String,
@@ -153,9 +164,13 @@ pub struct Output {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Remark {
+    /// A symbolic link.
     Symlink,
+    /// A named pipe.
     Fifo,
+    /// A socket.
     Socket,
+    /// A character or block device.
     Device,
     /// Another file system, or a bind mount, is mounted there.
     MountPoint,
@@ -163,10 +178,15 @@ pub enum Remark {
     LinkedElsewhere,
     /// Another user than the program's owns it.
     NotOwned,
+    /// The path or one of its components is too long.
     NameTooLong,
+    /// The path has too many components.
     TooDeep,
+    /// There are more files than may be collected.
     TooMany,
+    /// The file is larger than one output may be.
     FileTooLarge,
+    /// With this file, the outputs would be larger than they may be in all.
     TotalTooLarge,
     /// The file changed while it was read, so some process still writes to it.
     Changed,
@@ -182,6 +202,7 @@ pub enum Remark {
 }
 
 impl Remark {
+    /// The word that the record and every document use for the remark.
     pub fn as_str(self) -> &'static str {
         match self {
             Remark::Symlink => "symlink",
@@ -222,6 +243,7 @@ impl Remark {
 pub struct RemarkedPath {
     /// Escaped by [`escape_text`]; at most the last 4,096 bytes.
     pub path: String,
+    /// Why the file was not collected, or what was changed.
     pub remark: Remark,
 }
 
@@ -234,6 +256,7 @@ pub struct CollectedOutputs {
     pub bytes: u64,
     /// The first [`REMARKS_MAX`] remarks, in the order of the walk.
     pub remarks: Vec<RemarkedPath>,
+    /// How many remarks of each kind there are, listed or not.
     pub remark_counts: BTreeMap<Remark, u64>,
     /// Inputs that the program did not change.
     pub inputs_unchanged: u64,
@@ -244,11 +267,13 @@ pub struct CollectedOutputs {
 }
 
 impl CollectedOutputs {
+    /// How many things in the workspace were not collected.
     pub fn refused_count(&self) -> u64 {
         let refused = |(remark, count): (&Remark, &u64)| (!remark.is_taken()).then_some(*count);
         self.remark_counts.iter().filter_map(refused).sum()
     }
 
+    /// Whether content may be missing from the outputs. See [`Remark::loses_content`].
     pub fn loses_content(&self) -> bool {
         self.remark_counts.keys().any(|r| r.loses_content())
     }
@@ -257,7 +282,9 @@ impl CollectedOutputs {
 /// What is to be committed of an attempt's workspace. Durable before the first file moves.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
+    /// The version of the format, [`VERSION`].
     pub version: u32,
+    /// The outputs and the remarks.
     pub collected: CollectedOutputs,
     /// Patterns of `--expect` that no output matches.
     pub missing: Vec<String>,

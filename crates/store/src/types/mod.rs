@@ -9,8 +9,8 @@
 //! - `timings`, `crash_points`: how long each part of a run took, and where tests interrupt a run
 
 pub mod analysis_id;
-pub mod attempt;
-pub mod capacity;
+pub(crate) mod attempt;
+pub(crate) mod capacity;
 pub mod crash_points;
 pub mod escaping;
 pub mod input_name;

@@ -13,9 +13,11 @@ use crate::types::input_name::{self, InputNameError};
 use crate::types::manifest::ContentHash;
 use crate::types::secret_values;
 
+/// The version of [`Submission`] that this Fumehood writes, and the only one that it reads.
 pub const VERSION: u32 = 1;
 /// The largest total size of the files of one submission.
 pub const INPUT_BYTES_MAX: u64 = 64 << 20;
+/// The largest number of inputs in one submission: files, directories and links.
 pub const INPUT_FILES_MAX: usize = 10_000;
 /// The largest size of the request itself, as JSON.
 pub const REQUEST_BYTES_MAX: usize = 4 << 20;
@@ -24,25 +26,34 @@ pub const REQUEST_BYTES_MAX: usize = 4 << 20;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Submission {
+    /// Always [`VERSION`] in a submission that was checked.
     pub version: u32,
+    /// The id of the analysis.
     pub id: AnalysisId,
+    /// What to run.
     pub command: SubmittedCommand,
     /// The settings that the user gave, under their names in the configuration files.
     pub settings: BTreeMap<String, SubmittedSetting>,
+    /// The entries of the workspace before the program starts.
     pub inputs: Vec<InputItem>,
     /// The hash of the content of standard input.
     pub stdin: Option<ContentHash>,
 }
 
+/// What a submission runs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum SubmittedCommand {
     /// A script among the inputs. `from` is the path that it was submitted from, for the record.
     Script {
+        /// The name of the script at the top of the workspace.
         name: PathBuf,
+        /// The path on the submitting machine.
         from: PathBuf,
+        /// The arguments after the script.
         args: Vec<String>,
     },
+    /// A program and its arguments. The program is not empty.
     Argv(Vec<String>),
 }
 
@@ -50,11 +61,15 @@ pub enum SubmittedCommand {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum SubmittedSetting {
+    /// A number, in the smallest unit of its setting.
     Number(u64),
+    /// The word `off`, for a limit.
     Off,
     /// A word, a text or an absolute path.
     Text(String),
+    /// Whether an option is on.
     Switch(bool),
+    /// The values of an option that can be given several times.
     List(Vec<String>),
 }
 
@@ -62,51 +77,74 @@ pub enum SubmittedSetting {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum InputItem {
+    /// A directory.
     Directory {
+        /// The name in the workspace.
         name: PathBuf,
     },
+    /// A regular file.
     File {
+        /// The name in the workspace.
         name: PathBuf,
+        /// The hash of the content, which is stored beside the submission.
         blake3: ContentHash,
+        /// Whether the file has permission to be executed.
         executable: bool,
     },
     /// The target is relative and within the same input.
     Link {
+        /// The name in the workspace.
         name: PathBuf,
+        /// What the link contains.
         target: PathBuf,
     },
 }
 
+/// Why a submission is refused.
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 #[derive(Debug, thiserror::Error)]
 pub enum SubmissionError {
+    /// The JSON text is longer than [`REQUEST_BYTES_MAX`].
     #[error("the submission has {bytes} bytes, and at most {REQUEST_BYTES_MAX} are allowed")]
     TooLong { bytes: usize },
+    /// The text is not the JSON of a submission.
     #[error("read the submission")]
     Json(#[source] serde_json::Error),
+    /// The submission cannot be written as JSON.
     #[error("write the submission")]
     Unwritable(#[source] serde_json::Error),
+    /// The submission has another version than [`VERSION`].
     #[error(
         "the submission is of version {version}; this Fumehood knows {VERSION}, so use a newer one"
     )]
     Version { version: u32 },
+    /// The submission names another analysis than the row of the queue that holds it.
     #[error("the submission is of {found}, and waits under the name {row:?}")]
     OtherId { found: AnalysisId, row: String },
+    /// There are more than [`INPUT_FILES_MAX`] inputs.
     #[error("the submission has more than {INPUT_FILES_MAX} inputs")]
     TooManyItems,
+    /// An input has a name that is not allowed.
     #[error("name an input of the submission")]
     Name(#[from] InputNameError),
+    /// Two inputs have the same name.
     #[error("the submission's input {name:?} is there twice")]
     DuplicateName { name: PathBuf },
+    /// No directory came before the input that would contain it.
     #[error("the submission's input {name:?} is in no directory that came before it")]
     NoParent { name: PathBuf },
+    /// A link leads out of the input that it belongs to.
     #[error(
         "the submission's input {name:?} is a link to {target:?}, which leads out of the copied directory"
     )]
     LinkLeadsOut { name: PathBuf, target: PathBuf },
+    /// The script is not a file at the top of the inputs.
     #[error("the submission's script {name:?} is no file at the top of its inputs")]
     Script { name: PathBuf },
+    /// The command has no program.
     #[error("the submission's command is empty")]
     NoCommand,
+    /// A word of the command contains a NUL byte.
     #[error("the submission's command contains a NUL byte")]
     NulByte,
 }
@@ -150,7 +188,7 @@ impl Submission {
 
     /// Removes the values of secret variables and keeps their names. A worker refuses to run with a name alone.
     /// Returns whether there was any value to remove.
-    pub fn erase_secrets(&mut self) -> bool {
+    pub(crate) fn erase_secrets(&mut self) -> bool {
         let secret_names = match self.settings.get("secret_env") {
             Some(SubmittedSetting::List(names)) => names.clone(),
             _ => Vec::new(),
@@ -171,7 +209,7 @@ impl Submission {
     }
 
     /// The names of the variables whose values were removed.
-    pub fn erased_names(&self) -> Vec<String> {
+    pub(crate) fn erased_names(&self) -> Vec<String> {
         let Some(SubmittedSetting::List(variables)) = self.settings.get("env") else {
             return Vec::new();
         };
@@ -180,7 +218,7 @@ impl Submission {
     }
 
     /// Puts the values of variables back.
-    pub fn restore_secrets(&mut self, values: &[(String, String)]) {
+    pub(crate) fn restore_secrets(&mut self, values: &[(String, String)]) {
         for variable in self.env_mut() {
             if let Some((name, value)) = values.iter().find(|(name, _)| name == variable) {
                 *variable = format!("{name}={value}");
@@ -196,6 +234,7 @@ impl Submission {
         variables.iter_mut()
     }
 
+    /// Checks everything that needs no policy: version, inputs and command.
     pub fn check(&self) -> Result<(), SubmissionError> {
         if self.version != VERSION {
             return Err(SubmissionError::Version {
@@ -240,6 +279,7 @@ impl Submission {
 }
 
 impl InputItem {
+    /// The name of the entry in the workspace.
     pub fn name(&self) -> &Path {
         match self {
             InputItem::Directory { name }

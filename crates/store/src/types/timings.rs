@@ -15,15 +15,20 @@ static SANDBOX_STEPS: Mutex<TimePoints> = Mutex::new(Vec::new());
 /// The parts of a run in order, and how long each took.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Timings {
+    /// From the first mark to the last, in microseconds.
     pub total_us: u64,
+    /// The parts that marks ended.
     pub steps: Vec<TimedPart>,
     /// The steps of building the sandbox.
     pub sandbox: Vec<TimedPart>,
 }
 
+/// One part of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TimedPart {
+    /// The name of the mark that ended the part, or of the step that began it.
     pub name: String,
+    /// How long the part took, in microseconds.
     pub us: u64,
 }
 
@@ -48,6 +53,7 @@ pub fn note_sandbox_steps(sandbox_steps: Vec<(String, u64)>) {
     *SANDBOX_STEPS.lock().unwrap_or_else(PoisonError::into_inner) = sandbox_steps;
 }
 
+/// Computes the durations from the times recorded so far.
 pub fn read() -> Timings {
     let of = |points: &Mutex<TimePoints>| {
         let points = points.lock().unwrap_or_else(PoisonError::into_inner);

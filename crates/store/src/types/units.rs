@@ -30,22 +30,29 @@ const DIGITS_MAX: usize = 20;
 /// How much of a wrong value an error message repeats.
 const GIVEN_CHARS_MAX: usize = 80;
 
+/// Why a text is not a value of the wanted unit. `given` is the beginning of the text.
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnitError {
+    /// The text is not a size.
     #[error(
         "{given:?} is not a size; give a number of bytes, or a number with K, M, G or T \
          (powers of 1024), such as 512M or 1.5G"
     )]
     Size { given: String },
+    /// The text is not a duration.
     #[error(
         "{given:?} is not a duration; give a number of seconds, or numbers with d, h, m, s or ms \
          in that order, such as 30s, 1h30m or 250ms"
     )]
     Duration { given: String },
+    /// The text is not a number of CPUs.
     #[error("{given:?} is not a number of CPUs; give a decimal number, such as 2 or 1.5")]
     Cpus { given: String },
+    /// The text is not a whole number.
     #[error("{given:?} is not a count; give a whole number, such as 1024")]
     Count { given: String },
+    /// The value does not fit into 64 bits.
     #[error("{given:?} is too large to be counted in 64 bits")]
     TooLarge { given: String },
 }

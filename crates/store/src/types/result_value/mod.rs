@@ -2,7 +2,7 @@
 //!
 //! The analysis wrote the file, so it is checked before the transaction, where a refusal by the database would undo
 //! the whole commit. The check makes one pass over the bytes, without recursion and without building a tree. It needs
-//! memory for the text, a stack of at most [`NESTING_MAX`] frames, and sixteen bytes for each key of the objects that
+//! memory for the text, a stack of at most `NESTING_MAX` frames, and sixteen bytes for each key of the objects that
 //! are open.
 //!
 //! The check refuses what PostgreSQL's jsonb refuses (`\u0000`, lone surrogates, numbers beyond its numeric), what
@@ -18,59 +18,77 @@ mod database_tests;
 pub const BYTES_MAX: usize = 4 << 20;
 /// SQLite stops at 1,000, PostgreSQL when its stack is full (some thousands), and serde_json, which reads the value
 /// back, at 128.
-pub const NESTING_MAX: usize = 100;
+pub(crate) const NESTING_MAX: usize = 100;
 /// A parsed value costs more memory than its text: two million zeros are 4 MiB of text and 64 MiB in PostgreSQL.
-pub const VALUES_MAX: usize = 1_000_000;
+pub(crate) const VALUES_MAX: usize = 1_000_000;
 /// The largest number of keys in all objects that are open at one time. The search for repeated keys has to remember
 /// them.
-pub const KEYS_MAX: usize = 250_000;
+pub(crate) const KEYS_MAX: usize = 250_000;
 /// Keys are names; people build indexes and column headers from them.
-pub const KEY_BYTES_MAX: usize = 1 << 10;
+pub(crate) const KEY_BYTES_MAX: usize = 1 << 10;
 /// Digits before the exponent. A double needs 17; PostgreSQL accepts 131,072 before the point and 16,383 after it.
-pub const DIGITS_MAX: usize = 1_000;
+pub(crate) const DIGITS_MAX: usize = 1_000;
 /// The largest exponent, as written. Together with [`DIGITS_MAX`] it keeps numbers far below PostgreSQL's bounds; no
 /// double needs more than 324.
-pub const EXPONENT_MAX: u32 = 400;
+pub(crate) const EXPONENT_MAX: u32 = 400;
 /// The largest size of the text that jsonb returns. jsonb has no exponents: it returns `1e300` as 301 digits.
-pub const EXPANDED_BYTES_MAX: usize = 4 * BYTES_MAX;
+pub(crate) const EXPANDED_BYTES_MAX: usize = 4 * BYTES_MAX;
 
 /// Why `result.json` is kept only as a file. Offsets count bytes from 0.
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResultRejection {
+    /// The text is longer than `BYTES_MAX`.
     #[error("it has {bytes} bytes; up to {BYTES_MAX} are stored as JSON")]
     TooLarge { bytes: usize },
+    /// The text begins with a byte order mark.
     #[error("it begins with a byte order mark, which JSON does not allow")]
     ByteOrderMark,
+    /// The text is not UTF-8.
     #[error("it is not UTF-8 (byte {at})")]
     NotUtf8 { at: usize },
+    /// The text has no value.
     #[error("it is empty")]
     Empty,
+    /// The text is not JSON.
     #[error("it is not JSON (byte {at})")]
     Syntax { at: usize },
+    /// The text ends within a value.
     #[error("it ends in the middle of a value")]
     CutShort,
+    /// The text contains NaN or Infinity.
     #[error("NaN and Infinity are not JSON (byte {at})")]
     NotANumber { at: usize },
+    /// More than `NESTING_MAX` arrays and objects are open.
     #[error("it is nested more than {NESTING_MAX} deep (byte {at})")]
     TooDeep { at: usize },
+    /// There are more than `VALUES_MAX` values.
     #[error("it has more than {VALUES_MAX} values")]
     TooManyValues,
+    /// The objects that are open have more than `KEYS_MAX` keys.
     #[error("its objects have more than {KEYS_MAX} keys at once")]
     TooManyKeys,
+    /// A key is longer than `KEY_BYTES_MAX`.
     #[error("a key is longer than {KEY_BYTES_MAX} bytes (byte {at})")]
     KeyTooLong { at: usize },
+    /// An object has the same key twice.
     #[error(
         "an object that ends at byte {at} has a key twice, and databases disagree which value counts"
     )]
     RepeatedKey { at: usize },
+    /// A string contains U+0000.
     #[error("a string has the character \\u0000, which PostgreSQL does not take (byte {at})")]
     NulCharacter { at: usize },
+    /// A string contains one half of a surrogate pair.
     #[error("a string has half of a surrogate pair (byte {at})")]
     LoneSurrogate { at: usize },
+    /// A number has more than `DIGITS_MAX` digits.
     #[error("a number has more than {DIGITS_MAX} digits (byte {at})")]
     TooManyDigits { at: usize },
+    /// A number is too large or too small for a double.
     #[error("a number is too large or too small for double precision (byte {at})")]
     NumberRange { at: usize },
+    /// The numbers would take more than `EXPANDED_BYTES_MAX` without exponents.
     #[error(
         "its numbers, written out without exponents, take more than {EXPANDED_BYTES_MAX} bytes"
     )]
