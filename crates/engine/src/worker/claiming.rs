@@ -195,7 +195,7 @@ impl Worker {
             .and_then(|input| spawn_runner(&self.options, input));
         entry.state = match started {
             Ok(child) => {
-                tracing::debug!(id = %order.id, attempt = order.attempt, pid = child.id(), "runner started");
+                tracing::debug!(id = %order.claim.id, attempt = order.claim.attempt, pid = child.id(), "runner started");
                 // From here on only the runner holds the lock.
                 drop(slot);
                 SlotState::Busy(BusySlot {

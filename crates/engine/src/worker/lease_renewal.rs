@@ -205,7 +205,7 @@ impl RenewalThread {
             .recorder
             .with(|store| store.renew_lease(&held, lease_ms));
         self.recorder.disconnect();
-        tracing::debug!(id = ?self.lease.id, answer = ?answer.as_ref().ok(), "renew the lease");
+        tracing::debug!(id = ?self.claim.id, answer = ?answer.as_ref().ok(), "renew the lease");
         match answer {
             Ok(RenewOutcome::Renewed) => self.note_renewal(asked),
             Ok(RenewOutcome::CancelRequested { .. }) => {

@@ -189,13 +189,14 @@ pub fn modified_ms(stat: &Stat) -> i64 {
     stat.st_mtime.saturating_mul(1_000).saturating_add(below)
 }
 
+/// The length of a file in bytes.
 pub fn length(file: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(u64::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0))
 }
 
 /// Reads the first `bytes` of a file and passes every byte to `see`, including the zeros of holes. If `to` is given,
 /// writes the data to the same offsets there, without the holes. A file that is too short is an error.
-pub(crate) fn read_through(
+pub fn read_through(
     from: BorrowedFd<'_>,
     to: Option<BorrowedFd<'_>>,
     bytes: u64,
@@ -265,7 +266,7 @@ fn clamp(bytes: u64) -> usize {
 }
 
 /// The next range of data at or after `offset`. Returns an empty range at `end` if there is none.
-pub(crate) fn next_data(
+pub fn next_data(
     file: BorrowedFd<'_>,
     offset: u64,
     end: u64,
@@ -286,7 +287,8 @@ pub(crate) fn next_data(
     Ok((start, if stop > start { stop } else { end }))
 }
 
-pub(crate) fn write_all_at(
+/// Writes all bytes at an offset.
+pub fn write_all_at(
     file: BorrowedFd<'_>,
     mut bytes: &[u8],
     mut offset: u64,
