@@ -41,7 +41,7 @@
 //!
 //! | module | what it is | who runs it |
 //! |---|---|---|
-//! | `sys` | every raw system call, and /proc; the only `unsafe` | all |
+//! | `sys` | every raw system call, opening files, and /proc; the only `unsafe` | all |
 //! | [`events`] | waiting for descriptors, wake events, timers, signals | all |
 //! | [`spec`], [`outcome`] | the request for a run, and how the run ended | plain data |
 //! | `channel`, `launch_step`, `step_report`, `layout`, `standby_slot` | messages on the socket; the launch steps; reports of steps and layers; fixed paths and ids; the standby launcher's socket and pid | all |

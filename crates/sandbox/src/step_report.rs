@@ -25,7 +25,8 @@ pub struct Reporter {
     layers: Vec<(Layer, String)>,
 }
 
-/// Reads the step log, of which each line holds a time and the number of a step: each step, and the [`monotonic_us`] time at which it began.
+/// Reads the step log: each step, and the [`monotonic_us`] time at which it began. Each line of the log holds the time
+/// and the number of a step.
 pub fn read_step_log(step_log: BorrowedFd<'_>) -> Vec<(LaunchStep, u64)> {
     const STEP_LOG_BYTES_MAX: usize = 64 << 10;
     let mut bytes = vec![0u8; STEP_LOG_BYTES_MAX];

@@ -12,11 +12,12 @@ use landlock::{
     ABI, Access, AccessFs, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset,
     RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
 };
-use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
+use rustix::fs::{CWD, OFlags};
 
 use crate::layout::{DEVICE_NAMES, ETC_ENTRIES, SYSTEM_DIRS};
 use crate::spec::{ConfinementLevel, Exec, LaunchPurpose, SharedMemory, Spec, Terminal};
 use crate::step_report::{LaunchStepError, StepContext};
+use crate::sys;
 
 /// The newest ABI for which the rules below were written.
 const ABI_NEWEST: i32 = ABI::V9 as i32;
@@ -91,8 +92,7 @@ const OWN_PROC_FILES: &[&str] = &[
 /// Opens this process's own files in /proc. A Landlock rule for such a file holds only while the kernel keeps this
 /// very inode, so some process must keep it open. The guardian does.
 pub fn own_proc() -> Vec<OwnedFd> {
-    let flags = OFlags::PATH | OFlags::CLOEXEC;
-    let open = |name: &&str| rustix::fs::open(format!("/proc/self/{name}"), flags, Mode::empty());
+    let open = |name: &&str| sys::open(format!("/proc/self/{name}"), OFlags::PATH);
     // A file that this kernel does not have needs no rule.
     OWN_PROC_FILES
         .iter()
@@ -271,11 +271,6 @@ fn add_host_rules(
     Ok(rules)
 }
 
-/// Opens a path without following symlinks. The path was resolved when the run was planned, so a symlink means that
-/// somebody replaced it.
 fn open_without_symlinks(path: &Path) -> Result<OwnedFd, LaunchStepError> {
-    let flags = OFlags::PATH | OFlags::CLOEXEC;
-    let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-    rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve)
-        .step_context(|| format!("open {}", path.display()))
+    sys::open_resolved(CWD, path, OFlags::PATH).step_context(|| format!("open {}", path.display()))
 }

@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::OFlags;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 
 use crate::sys::procfs::thread_group;
@@ -88,12 +88,8 @@ pub fn errno(number: i32) -> io::Error {
 
 /// Opens the working directory of a thread or process, for a lookup.
 pub fn open_working_directory(pid: u32) -> io::Result<OwnedFd> {
-    let flags = OFlags::PATH | OFlags::CLOEXEC | OFlags::DIRECTORY;
-    Ok(rustix::fs::open(
-        format!("/proc/{pid}/cwd"),
-        flags,
-        Mode::empty(),
-    )?)
+    let flags = OFlags::PATH | OFlags::DIRECTORY;
+    Ok(sys::open(format!("/proc/{pid}/cwd"), flags)?)
 }
 
 /// Converts an error of a path lookup for the program. ELOOP becomes ENOENT: it would reveal which descriptors this

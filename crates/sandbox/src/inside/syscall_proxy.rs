@@ -11,7 +11,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, Timespec, Timestamps, UTIME_NOW};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Timespec, Timestamps, UTIME_NOW};
 
 use super::caller::{errno, not_found, open_working_directory};
 use super::processes;
@@ -269,8 +269,7 @@ fn descriptor_named(path: &Path) -> Option<i32> {
 fn open_target(pid: u32, target: &CallTarget) -> io::Result<OwnedFd> {
     let open_descriptor = |n: i32| {
         let path = format!("/proc/{pid}/fd/{n}");
-        let opened = rustix::fs::open(path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
-        opened.map_err(|_| errno(libc::EBADF))
+        sys::open(path, OFlags::PATH).map_err(|_| errno(libc::EBADF))
     };
     let (from, at, links, empty) = match target {
         CallTarget::Descriptor(n) => return open_descriptor(*n),
@@ -292,7 +291,6 @@ fn open_target(pid: u32, target: &CallTarget) -> io::Result<OwnedFd> {
             (EmptyPath::Base, n) => return open_descriptor(n),
         }
     }
-    let walk = OFlags::PATH | OFlags::CLOEXEC;
     let base = match from {
         _ if path.is_absolute() => None,
         libc::AT_FDCWD => Some(open_working_directory(pid)?),
@@ -300,19 +298,10 @@ fn open_target(pid: u32, target: &CallTarget) -> io::Result<OwnedFd> {
     };
     let base = base.as_ref().map_or(rustix::fs::CWD, |fd| fd.as_fd());
     let flags = match links {
-        SymlinkMode::Follow => walk,
-        SymlinkMode::NoFollow => walk | OFlags::NOFOLLOW,
+        SymlinkMode::Follow => OFlags::PATH,
+        SymlinkMode::NoFollow => OFlags::PATH | OFlags::NOFOLLOW,
     };
-    // Refuse magic links: `/proc/self/fd/N` would resolve to a descriptor of the guardian.
-    let found = rustix::fs::openat2(
-        base,
-        &path,
-        flags,
-        Mode::empty(),
-        ResolveFlags::NO_MAGICLINKS,
-    )
-    .map_err(not_found)?;
-    Ok(found)
+    sys::open_for_program(base, &path, flags).map_err(not_found)
 }
 
 fn apply_change(object: &OwnedFd, change: &FileChange, length_max: u64) -> io::Result<()> {
@@ -336,8 +325,7 @@ fn apply_change(object: &OwnedFd, change: &FileChange, length_max: u64) -> io::R
         FileChange::Length(_) if kind == FileType::Directory => Err(errno(libc::EISDIR)),
         FileChange::Length(_) if kind != FileType::RegularFile => Err(errno(libc::EINVAL)),
         FileChange::Length(length) => {
-            let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOCTTY;
-            let file = rustix::fs::open(proc_fd_path(object), flags, Mode::empty())?;
+            let file = sys::open(proc_fd_path(object), OFlags::WRONLY | OFlags::NOCTTY)?;
             Ok(rustix::fs::ftruncate(&file, *length)?)
         }
     }

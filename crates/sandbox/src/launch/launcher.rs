@@ -53,7 +53,7 @@ fn take_socket() -> io::Result<OwnedFd> {
     sys::close_from(3)?;
     let socket = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
     rustix::net::sockopt::socket_type(&socket)?;
-    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    let null = sys::open("/dev/null", OFlags::RDWR)?;
     sys::place_descriptor(null.as_fd(), 0)?;
     Ok(socket)
 }

@@ -27,6 +27,7 @@ use crate::step_report::{LaunchStepError, StepContext};
 
 pub use launcher::{ARGUMENT, is_launcher, main, main_on_older_landlock};
 
+/// Asks the kernel to kill this process when its parent dies.
 pub(crate) fn die_with_parent() -> Result<(), LaunchStepError> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
         .doing("ask to die with the parent")

@@ -8,7 +8,7 @@
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::OFlags;
 use rustix::process::{DumpableBehavior, Gid, Uid};
 
 use super::mounts::{self, OwnerMaps, PreparedRoot};
@@ -242,15 +242,10 @@ fn fill_owner_map(process: &str, owner: u32, identity: ProgramIdentity) -> io::R
         format!("{base}/gid_map"),
         format!("{UNUSED_GID} {} 1", identity.gid()),
     )?;
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-    Ok(rustix::fs::open(
-        format!("{base}/ns/user"),
-        flags,
-        Mode::empty(),
-    )?)
+    Ok(sys::open(format!("{base}/ns/user"), OFlags::RDONLY)?)
 }
 
-/// As root: becomes the leased uid.
+/// As root: becomes the leased uid. Without root, does nothing.
 pub fn leave_root(spec: &Spec, report: &mut Reporter) -> Result<(), LaunchStepError> {
     let ProgramIdentity::Leased { uid, gid } = spec.identity else {
         return Ok(());

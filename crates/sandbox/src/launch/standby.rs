@@ -53,8 +53,7 @@ pub fn fork_launcher(words: &[&str]) {
 /// would leave copies of the whole command line in memory.
 fn is_first_argument(words: &[&str]) -> bool {
     let mut line = [0u8; 4096];
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-    let read = rustix::fs::open("/proc/self/cmdline", flags, Mode::empty())
+    let read = sys::open("/proc/self/cmdline", OFlags::RDONLY)
         .and_then(|file| rustix::io::read(file, &mut line));
     let first = line.split(|byte| *byte == 0).nth(1).unwrap_or_default();
     let is_match = read.is_ok() && words.iter().any(|word| word.as_bytes() == first);
@@ -98,7 +97,7 @@ fn detach_from_caller(socket: &OwnedFd) -> io::Result<OwnedFd> {
     rustix::process::chdir("/")?;
     sys::set_process_name(c"fumehood-launch");
     sys::reset_sigchld();
-    let null = rustix::fs::open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    let null = sys::open("/dev/null", OFlags::RDWR)?;
     for number in 0..3 {
         sys::place_descriptor(null.as_fd(), number)?;
     }

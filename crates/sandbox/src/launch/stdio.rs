@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::OFlags;
 
 use crate::channel::SandboxReport;
 use crate::launch_step::LaunchStep;
@@ -21,8 +21,8 @@ pub(super) fn open_terminal(
         return Ok(None);
     };
     report.begin_step(LaunchStep::OpenTerminal);
-    let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let outer = rustix::fs::open("/dev/ptmx", flags, Mode::empty()).doing("open /dev/ptmx")?;
+    let flags = OFlags::RDWR | OFlags::NOCTTY;
+    let outer = sys::open("/dev/ptmx", flags).doing("open /dev/ptmx")?;
     rustix::pty::unlockpt(&outer).doing("unlock the terminal")?;
     sys::set_terminal_size(&outer, rows, columns).doing("set the terminal's size")?;
     let open_flags = rustix::pty::OpenptFlags::RDWR
@@ -47,8 +47,7 @@ pub(super) fn place(
     match &descriptors.stdin {
         Some(pipe) => sys::place_descriptor(pipe.as_fd(), 0)?,
         None => {
-            let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-            let null = rustix::fs::open("/dev/null", flags, Mode::empty())?;
+            let null = sys::open("/dev/null", OFlags::RDONLY)?;
             sys::place_descriptor(null.as_fd(), 0)?;
         }
     }

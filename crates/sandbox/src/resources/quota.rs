@@ -212,8 +212,7 @@ impl ProjectQuota {
         let not_bare = || QuotaError::NotBare {
             project: self.project,
         };
-        let open = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let top = rustix::fs::openat(dir, ".", open, Mode::empty());
+        let top = sys::open_at(dir, ".", sys::DIRECTORY);
         found.push(top.map_err(unsupported("open the workspace"))?);
         let mut next = 0;
         while next < found.len() {
@@ -233,7 +232,7 @@ impl ProjectQuota {
                 {
                     return Err(not_bare());
                 }
-                let child = rustix::fs::openat(&found[next], name, open, Mode::empty());
+                let child = sys::open_at(&found[next], name, sys::DIRECTORY);
                 below.push(child.map_err(unsupported("open the workspace"))?);
             }
             found.extend(below);

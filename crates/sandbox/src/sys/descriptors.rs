@@ -1,9 +1,45 @@
-//! File descriptors by number: closes ranges of them, and places a descriptor at a number.
+//! Opens files, always close-on-exec. Closes ranges of descriptors by number, and places a descriptor at a number.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
+use rustix::path::Arg;
 
 use super::check;
+
+/// How to open a directory to list or measure it.
+pub const DIRECTORY: OFlags = OFlags::RDONLY
+    .union(OFlags::DIRECTORY)
+    .union(OFlags::NOFOLLOW);
+
+/// Opens an existing file.
+pub fn open(path: impl Arg, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    open_at(CWD, path, flags)
+}
+
+/// As [`open`], relative to a directory.
+pub fn open_at(dir: impl AsFd, path: impl Arg, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    rustix::fs::openat(dir, path, flags | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// As [`open_at`], for a path that was resolved before. Fails at a symlink, because it means that somebody replaced a
+/// part of the path.
+pub fn open_resolved(dir: impl AsFd, path: impl Arg, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+    rustix::fs::openat2(dir, path, flags | OFlags::CLOEXEC, Mode::empty(), resolve)
+}
+
+/// As [`open_at`], for a path of the program's. Fails at a magic link, because `/proc/self/fd/N` would lead to a
+/// descriptor of this process.
+pub fn open_for_program(
+    dir: impl AsFd,
+    path: impl Arg,
+    flags: OFlags,
+) -> rustix::io::Result<OwnedFd> {
+    let flags = flags | OFlags::CLOEXEC;
+    rustix::fs::openat2(dir, path, flags, Mode::empty(), ResolveFlags::NO_MAGICLINKS)
+}
 
 /// Closes every descriptor from `first` on, so that the launcher keeps nothing that its ancestors left open.
 pub fn close_from(first: RawFd) -> io::Result<()> {

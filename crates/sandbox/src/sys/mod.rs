@@ -1,6 +1,7 @@
 //! Every raw system call, and the only folder where `unsafe` is allowed.
 //!
-//! It holds only calls that std and rustix lack, each with a thin wrapper. `sys` uses no other module of this crate.
+//! It holds only calls that std and rustix lack, each with a thin wrapper, and the ways to open a file, so that every
+//! descriptor is close-on-exec. `sys` uses no other module of this crate.
 
 #![allow(unsafe_code)]
 
@@ -19,7 +20,10 @@ mod sockets;
 #[cfg(target_arch = "x86_64")]
 pub use attack_calls::getpid_i386;
 pub use attack_calls::{Arg, Call, attempt, clone_into, clone3_into, fill_page_tables};
-pub use descriptors::{close_all_but, close_from, close_on_exec_from, place_descriptor};
+pub use descriptors::{
+    DIRECTORY, close_all_but, close_from, close_on_exec_from, open, open_at, open_for_program,
+    open_resolved, place_descriptor,
+};
 pub use host::{
     loopback_up, make_controlling_terminal, monotonic_us, new_session_keyring, set_terminal_size,
 };

@@ -5,7 +5,9 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::str::FromStr;
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::OFlags;
+
+use super::descriptors::{open, open_at};
 
 /// A bound for the files of /proc that are a few lines long.
 pub const SMALL_FILE_BYTES: usize = 16 << 10;
@@ -97,10 +99,9 @@ pub fn thread_group(thread: u32) -> io::Result<i32> {
 
 /// Writes a file below `proc`, or below /proc, in one call.
 pub fn write(proc: Option<BorrowedFd<'_>>, name: &str, text: &str) -> io::Result<()> {
-    let flags = OFlags::WRONLY | OFlags::CLOEXEC;
     let file = match proc {
-        Some(proc) => rustix::fs::openat(proc, name, flags, Mode::empty())?,
-        None => rustix::fs::open(format!("/proc/{name}"), flags, Mode::empty())?,
+        Some(proc) => open_at(proc, name, OFlags::WRONLY)?,
+        None => open(format!("/proc/{name}"), OFlags::WRONLY)?,
     };
     // The kernel accepts a uid or gid map only in a single write.
     match rustix::io::write(&file, text.as_bytes())? {

@@ -13,7 +13,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags, StatxFlags};
+use rustix::fs::{AtFlags, FileType, OFlags, StatxFlags};
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{AddressFamily, SocketType};
 
@@ -78,12 +78,10 @@ impl Sockets {
             "/tmp".as_ref(),
             "/dev/shm".as_ref(),
         ];
-        let mounts = own.iter().map(|path| {
-            let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
-            mount_id(rustix::fs::open(*path, flags, Mode::empty())?.as_fd())
-        });
+        let flags = OFlags::PATH | OFlags::DIRECTORY;
+        let mounts = own.map(|path| mount_id(sys::open(path, flags)?.as_fd()));
         Ok(Sockets {
-            own_mounts: mounts.collect::<io::Result<_>>()?,
+            own_mounts: mounts.into_iter().collect::<io::Result<_>>()?,
             tcp_sockets_max: socket_share::tcp_sockets_max(&spec.limits),
         })
     }
@@ -345,12 +343,8 @@ fn set_buffer_size(pending: &PendingCall<'_>) -> io::Result<NotificationAnswer> 
 fn open_own_socket(pid: u32, path: &[u8], own_mounts: &[u64]) -> io::Result<OwnedFd> {
     use std::os::unix::ffi::OsStrExt;
     let path = std::path::Path::new(std::ffi::OsStr::from_bytes(path));
-    let walk = OFlags::PATH | OFlags::CLOEXEC;
     let cwd = open_working_directory(pid)?;
-    // Refuse magic links: `/proc/self/fd/N` would resolve to a descriptor of this process, and could lead to the host.
-    let resolve = ResolveFlags::NO_MAGICLINKS;
-    let target =
-        rustix::fs::openat2(&cwd, path, walk, Mode::empty(), resolve).map_err(not_found)?;
+    let target = sys::open_for_program(&cwd, path, OFlags::PATH).map_err(not_found)?;
     if FileType::from_raw_mode(rustix::fs::fstat(&target)?.st_mode) != FileType::Socket {
         return Err(errno(libc::ECONNREFUSED));
     }

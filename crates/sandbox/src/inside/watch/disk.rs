@@ -6,13 +6,14 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir};
+use rustix::fs::{AtFlags, FileType, Mode, RawDir};
 
 use super::TICK;
 use super::progress::WatchProgress;
 use crate::inside::processes::{self, PauseVerdict, ProcessSet, UnexplainedGrowth, WrittenBytes};
 use crate::outcome::Stop;
 use crate::spec::{Spec, WorkspaceKind};
+use crate::sys;
 
 /// The longest time between two measurements, whatever the counters say.
 const MEASURE_INTERVAL_MAX: Duration = Duration::from_secs(1);
@@ -312,8 +313,7 @@ impl Disk {
     fn measure_tree(&mut self) -> Measured {
         let start = Instant::now();
         let mut measured = Measured::default();
-        let open = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        match rustix::fs::openat(&self.workspace, ".", open, Mode::empty()) {
+        match sys::open_at(&self.workspace, ".", sys::DIRECTORY) {
             Ok(top) => {
                 let mut write_rate = WriteRate::new(self);
                 measured.directory(top, self.device, DEPTH_MAX, self.files_max, &mut write_rate);
@@ -480,8 +480,7 @@ impl Measured {
             }
         }
         for name in below {
-            let open = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-            match rustix::fs::openat(&dir, name, open, Mode::empty()) {
+            match sys::open_at(&dir, name, sys::DIRECTORY) {
                 // Do not descend into another file system that is mounted there.
                 Ok(child) if rustix::fs::fstat(&child).is_ok_and(|s| s.st_dev != device) => {}
                 Ok(child) if depth > 0 => {

@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, Mode, OFlags, ResolveFlags};
+use rustix::fs::{CWD, OFlags};
 use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MoveMountFlags, OpenTreeFlags};
 
 use crate::step_report::{LaunchStepError, StepContext};
@@ -41,15 +41,8 @@ pub fn open_detached(
 /// Makes a detached copy of the mounts at a path. The path must hold no symlink: the runner resolved it once, so a
 /// symlink means that somebody replaced a directory.
 pub fn clone_tree(at: BorrowedFd<'_>, path: &OsStr) -> rustix::io::Result<OwnedFd> {
-    let found = rustix::fs::openat2(
-        at,
-        path,
-        OFlags::PATH | OFlags::CLOEXEC,
-        Mode::empty(),
-        ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS,
-    )?;
     rustix::mount::open_tree(
-        &found,
+        sys::open_resolved(at, path, OFlags::PATH)?,
         "",
         OpenTreeFlags::OPEN_TREE_CLONE
             | OpenTreeFlags::OPEN_TREE_CLOEXEC

@@ -13,7 +13,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags};
+use rustix::fs::{AtFlags, CWD};
 use rustix::mount::{MountPropagationFlags, UnmountFlags};
 
 use crate::launch_step::LaunchStep;
@@ -215,13 +215,7 @@ fn memory_workspace(spec: &Spec) -> Result<(OwnedFd, OwnedFd), LaunchStepError> 
     let inodes = spec.limits.files.saturating_add(16);
     let mount =
         program_tmpfs(spec, bytes, inodes, "0700").doing("make a tmpfs for the workspace")?;
-    let dir = rustix::fs::openat(
-        &mount,
-        ".",
-        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-        Mode::empty(),
-    )
-    .doing("open the workspace's tmpfs")?;
+    let dir = sys::open_at(&mount, ".", sys::DIRECTORY).doing("open the workspace's tmpfs")?;
     Ok((mount, dir))
 }
 

@@ -172,11 +172,11 @@ impl RootBuilder<'_> {
         let (last, above) = names
             .split_last()
             .ok_or_else(|| io::Error::other("cannot mount on /"))?;
-        let walk = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let mut at = rustix::fs::openat(self.root, ".", walk, Mode::empty())?;
+        let walk = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW;
+        let mut at = sys::open_at(self.root, ".", walk)?;
         for name in above {
             make_directory(at.as_fd(), name)?;
-            at = rustix::fs::openat(&at, *name, walk, Mode::empty())?;
+            at = sys::open_at(&at, *name, walk)?;
         }
         match directory {
             true => make_directory(at.as_fd(), last)?,

@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::OFlags;
 
 use super::detached::{DetachedMount, open_detached};
 use crate::layout::{DEVICE_NAMES, ETC_ENTRIES, SYSTEM_DIRS};
@@ -73,8 +73,8 @@ fn is_small_and_world_readable(stat: &rustix::fs::Stat) -> bool {
 
 /// Returns `None` if the file has been replaced since its lstat.
 fn read_small(path: &Path) -> io::Result<Option<Vec<u8>>> {
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    let file = rustix::fs::open(path, flags, Mode::empty())?;
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    let file = sys::open(path, flags)?;
     if !is_small_and_world_readable(&rustix::fs::fstat(&file)?) {
         return Ok(None);
     }

@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{Mode, OFlags};
+use rustix::fs::OFlags;
 use rustix::mount::MountAttrFlags;
 
 use super::OwnerMaps;
@@ -207,8 +207,8 @@ pub fn check_readable(spec: &Spec) -> Result<(), LaunchStepError> {
     for view in &spec.views {
         let source = view.source.as_path();
         let uid = spec.identity.uid();
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
-        let top = rustix::fs::open(source, flags, Mode::empty()).step_context(|| {
+        let flags = OFlags::RDONLY | OFlags::NOCTTY | OFlags::NONBLOCK;
+        let top = sys::open(source, flags).step_context(|| {
             let source = source.display();
             format!("without mounts nothing can be shown with another owner, and uid {uid} may not read {source}")
         })?;

@@ -7,12 +7,13 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, CWD, Mode, OFlags, ResolveFlags};
+use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::{CgroupError, Controller, Version};
 use crate::events::{self, PollFlags};
+use crate::sys;
 
 /// The kernel's own files are far smaller. A longer text is cut off.
 const FILE_BYTES_MAX: usize = 1 << 20;
@@ -30,15 +31,12 @@ pub(super) struct Node {
 
 impl Node {
     pub(super) fn open(version: Version, path: &Path) -> Result<Node, CgroupError> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let resolve = ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
-        let fd = rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve);
+        let fd = sys::open_resolved(CWD, path, OFlags::RDONLY | OFlags::DIRECTORY);
         Node::checked(version, fd, path.to_path_buf())
     }
 
     pub(super) fn open_child(&self, name: &str) -> Result<Node, CgroupError> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let fd = rustix::fs::openat(&self.fd, name, flags, Mode::empty());
+        let fd = sys::open_at(&self.fd, name, sys::DIRECTORY);
         Node::checked(self.version, fd, self.path.join(name))
     }
 
@@ -73,8 +71,7 @@ impl Node {
     }
 
     pub(super) fn open_file(&self, file: &str, flags: OFlags) -> rustix::io::Result<OwnedFd> {
-        let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        rustix::fs::openat(&self.fd, file, flags, Mode::empty())
+        sys::open_at(&self.fd, file, flags | OFlags::NOFOLLOW)
     }
 
     pub(super) fn read(&self, file: &'static str) -> Result<String, CgroupError> {
