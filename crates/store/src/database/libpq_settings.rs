@@ -52,12 +52,12 @@ impl Settings {
 /// A name that is not in [`Settings::names`].
 pub(crate) struct UnknownSetting;
 
-/// Whether to use TLS and what to check, with libpq's names and meanings. Not used for sockets.
+/// Whether to use TLS and what to check, with libpq's names. Not used for sockets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum SslMode {
     /// Never use TLS.
     Disable,
-    /// Use TLS if the server refuses connections without it.
+    /// Like `Disable`, because the driver does not implement libpq's `allow`.
     Allow,
     /// Use TLS if the server offers it.
     #[default]

@@ -23,7 +23,7 @@ pub enum LocationOrigin {
     CommandLine,
     /// An environment variable, which only the same user can read.
     Environment,
-    /// A file that the user named or that Fumehood reads by itself.
+    /// A file: one with settings, one that the user named, or the operator's policy.
     File,
 }
 
