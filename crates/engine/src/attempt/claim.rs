@@ -1,4 +1,4 @@
-//! The first transition, to [`Claimed`]: locks the run directory of the id and leases the uid on this host. It writes
+//! The first transition, to [`LockedAttempt`]: locks the run directory of the id and leases the uid on this host. It writes
 //! nothing to the database. (A queued attempt has had its row since it was submitted.)
 
 use sandbox::cgroup::{self, OwnProcess};
@@ -7,7 +7,7 @@ use crate::attempt::context::{PlannedRun, WorkspaceSource};
 use crate::attempt::error::{AttemptError, CommitError, pass_crash_point};
 use crate::attempt::recorder::Recorder;
 use crate::attempt::row::new_commit_plan;
-use crate::attempt::states::{Claimed, OwnedRun, RowState};
+use crate::attempt::states::{LockedAttempt, OwnedRun, RowState};
 use crate::attempt::systemd_scope;
 use crate::collect;
 use crate::home::{self, HomeError};
@@ -19,12 +19,12 @@ use crate::workspace::uid_pool::{UidLease, UidLeaseError};
 use store::artifacts::Artifacts;
 use store::types::crash_points::CrashPoint;
 
-impl<'r> Claimed<'r> {
+impl<'r> LockedAttempt<'r> {
     /// Durable step: [`CrashPoint::Claimed`].
     pub fn claim(
         run: &PlannedRun<'_>,
         recorder: Option<&'r mut Recorder>,
-    ) -> Result<Claimed<'r>, AttemptError> {
+    ) -> Result<LockedAttempt<'r>, AttemptError> {
         let (request, context) = (run.request, run.context);
         check_globs(request)?;
         let mut row = match recorder {
@@ -58,15 +58,15 @@ impl<'r> Claimed<'r> {
             .is_root()
             .then(UidLease::acquire)
             .transpose();
-        if row.is_recorded() {
+        if row.is_to_be_recorded() {
             dir.reserve_outcome_space();
         }
         if context.own_process == OwnProcess::MayMove {
-            // This may move the process into another cgroup, so it comes before `discover`. `Filled::create_cgroup`
+            // This may move the process into another cgroup, so it comes before `discover`. `FilledAttempt::create_cgroup`
             // reports a failure.
             let _ = systemd_scope::ensure_delegated();
         }
-        let mut claimed = Claimed {
+        let mut claimed = LockedAttempt {
             run: OwnedRun {
                 dir,
                 record,

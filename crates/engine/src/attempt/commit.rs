@@ -1,4 +1,4 @@
-//! From [`Ended`] to [`Finalized`]: writes the outcome, and commits the attempt or keeps it for a later commit.
+//! From [`ExecutedAttempt`] to [`AttemptToRelease`]: writes the outcome, and commits the attempt or keeps it for a later commit.
 
 use std::os::fd::AsFd;
 
@@ -11,16 +11,20 @@ use crate::attempt::finalize::output_transfer;
 use crate::attempt::observer::RunObserver;
 use crate::attempt::record::{CommitState, Record};
 use crate::attempt::recorder::Recorder;
-use crate::attempt::states::{Ended, Finalized, RowState};
+use crate::attempt::states::{AttemptToRelease, ExecutedAttempt, RowState};
 use crate::plan::limits::error_chain;
 use crate::run_dir::ProcessIdentity;
 use store::types::crash_points::CrashPoint;
 
-impl<'r> Ended<'r> {
+impl<'r> ExecutedAttempt<'r> {
     /// Durable steps: [`CrashPoint::Ended`], [`CrashPoint::LogsKept`] and [`CrashPoint::OutcomeWritten`] here, and in
     /// [`finalize`] those from [`CrashPoint::Collected`] to [`CrashPoint::Committed`].
-    pub fn commit(self, run: &PlannedRun<'_>, observer: &mut dyn RunObserver) -> Finalized<'r> {
-        let Ended {
+    pub fn commit(
+        self,
+        run: &PlannedRun<'_>,
+        observer: &mut dyn RunObserver,
+    ) -> AttemptToRelease<'r> {
+        let ExecutedAttempt {
             ready,
             ran,
             mut record,
@@ -72,7 +76,7 @@ impl<'r> Ended<'r> {
             "the attempt ended"
         );
         holdings.run.record.init = ran.undead_init.and_then(ProcessIdentity::of);
-        Finalized {
+        AttemptToRelease {
             holdings,
             recorder,
             record,

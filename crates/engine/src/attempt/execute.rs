@@ -1,4 +1,4 @@
-//! From [`Ready`] to [`Ended`]: starts the program in the sandbox, supervises it to its end, and captures its output
+//! From [`ReadyAttempt`] to [`ExecutedAttempt`]: starts the program in the sandbox, supervises it to its end, and captures its output
 //! within the bounds of the logs.
 
 use std::io::{self, Write};
@@ -16,7 +16,10 @@ use crate::attempt::isolation;
 use crate::attempt::log_capture::LogCapture;
 use crate::attempt::observer::RunObserver;
 use crate::attempt::record_builder;
-use crate::attempt::states::{Claimed, Ended, FailedStart, Filled, OwnedRun, ProgramRun, Ready};
+use crate::attempt::states::{
+    AbortedAttempt, ExecutedAttempt, FilledAttempt, LockedAttempt, OwnedRun, ProgramRun,
+    ReadyAttempt,
+};
 use crate::home::unix_ms;
 use crate::plan::limits::error_chain;
 use crate::plan::{self, Plan, StartParameters};
@@ -25,7 +28,7 @@ use crate::settings::Request;
 use crate::workspace::tree::{self, TreeError};
 use store::types::timings;
 
-impl<'r> Ready<'r> {
+impl<'r> ReadyAttempt<'r> {
     /// Runs the program at the strongest allowed level that this host supports.
     ///
     /// Durable step: [`CrashPoint::Begun`](store::types::crash_points::CrashPoint::Begun), unless the row was begun
@@ -34,19 +37,19 @@ impl<'r> Ready<'r> {
         mut self,
         run: &PlannedRun<'_>,
         observer: &mut dyn RunObserver,
-    ) -> Result<Ended<'r>, Box<FailedStart<'r>>> {
+    ) -> Result<ExecutedAttempt<'r>, Box<AbortedAttempt<'r>>> {
         match self.run_at_strongest_level(run, observer) {
             Ok((enforcement, ran)) => {
                 let number = self.filled.claimed.run.record.attempt;
                 let mut record = record_builder::program_record(run, number, &enforcement, &ran);
                 record_builder::apply_cancel_cause(&mut record, observer);
-                Ok(Ended {
+                Ok(ExecutedAttempt {
                     ready: self,
                     ran,
                     record,
                 })
             }
-            Err(error) => Err(FailedStart::new(error, self.into_holdings())),
+            Err(error) => Err(AbortedAttempt::new(error, self.into_holdings())),
         }
     }
 
@@ -96,7 +99,7 @@ impl<'r> Ready<'r> {
     ) -> Result<(Vec<Enforcement>, ProgramRun), AttemptError> {
         tracing::debug!(id = %run.request.id, level = level.as_str(), "start the sandbox");
         let enforcement = self.enforcement(run, level)?;
-        let Ready {
+        let ReadyAttempt {
             filled,
             group,
             init_may_live,
@@ -184,11 +187,11 @@ impl<'r> Ready<'r> {
     }
 }
 
-impl Claimed<'_> {
+impl LockedAttempt<'_> {
     /// Writes the provenance of the inputs and begins the row, unless that is done. The sandbox is built meanwhile.
     fn begin_row(&mut self, run: &PlannedRun<'_>) -> Result<(), AttemptError> {
         if let Some(staged_inputs) = self.run.unrecorded_inputs.take()
-            && self.row.is_recorded()
+            && self.row.is_to_be_recorded()
         {
             self.run.record_provenance(run, &staged_inputs)?;
         }
@@ -262,7 +265,7 @@ struct ObserverBridge<'a, 'r> {
     captures: [LogCapture; 2],
     /// The files to which the logs are written as they arrive, for `logs -f` and for recovery.
     files: [LogFile; 2],
-    filled: &'a mut Filled<'r>,
+    filled: &'a mut FilledAttempt<'r>,
     /// `None`: it has expired, or none could be made.
     idle_timer: Option<IdleTimer>,
     run: &'a PlannedRun<'a>,
@@ -272,7 +275,7 @@ struct ObserverBridge<'a, 'r> {
 impl<'a, 'r> ObserverBridge<'a, 'r> {
     fn new(
         observer: &'a mut dyn RunObserver,
-        filled: &'a mut Filled<'r>,
+        filled: &'a mut FilledAttempt<'r>,
         run: &'a PlannedRun<'a>,
     ) -> ObserverBridge<'a, 'r> {
         let log_bytes = usize::try_from(run.limits.log_bytes).unwrap_or(usize::MAX);
@@ -281,7 +284,7 @@ impl<'a, 'r> ObserverBridge<'a, 'r> {
             // Without a timer nothing would close the connection later, so close it now.
             recorder.close_idle();
         }
-        let files = match filled.claimed.row.is_recorded() {
+        let files = match filled.claimed.row.is_to_be_recorded() {
             true => [LogFile::Unmade, LogFile::Unmade],
             false => [LogFile::None, LogFile::None],
         };
@@ -297,12 +300,12 @@ impl<'a, 'r> ObserverBridge<'a, 'r> {
     }
 
     fn fill_memory_workspace(&self, memory: BorrowedFd<'_>) -> Result<(), AttemptError> {
-        let Claimed {
+        let LockedAttempt {
             run: owned, row, ..
         } = &self.filled.claimed;
         let plan = self.run.plan;
         copy_inputs(memory, &plan.inputs, owned.owner(), self.run.limits)?;
-        if row.is_recorded() {
+        if row.is_to_be_recorded() {
             let staged_inputs = owned.record_staged_inputs(memory, plan)?;
             owned.record_provenance(self.run, &staged_inputs)?;
         }
@@ -358,7 +361,7 @@ impl SupervisorHandler for ObserverBridge<'_, '_> {
         if self.idle_timer.take_if(|timer| timer.is_due()).is_none() {
             return self.observer.next_control();
         }
-        let Claimed {
+        let LockedAttempt {
             run: owned, row, ..
         } = &mut self.filled.claimed;
         if let Some(recorder) = row.recorder() {

@@ -1,4 +1,4 @@
-//! From `FailedStart` to the end: records that Fumehood could not start the program, and releases everything.
+//! From `AbortedAttempt` to the end: records that Fumehood could not start the program, and releases everything.
 
 use crate::attempt::context::PlannedRun;
 use crate::attempt::error::AttemptError;
@@ -9,7 +9,7 @@ use crate::attempt::log_capture::CapturedLog;
 use crate::attempt::post_process;
 use crate::attempt::record::{CommitState, Record};
 use crate::attempt::record_builder;
-use crate::attempt::states::{FailedStart, RowState};
+use crate::attempt::states::{AbortedAttempt, RowState};
 use crate::plan::limits::error_chain;
 use crate::request::KeepPolicy;
 use crate::run_dir::RunState;
@@ -34,12 +34,12 @@ impl<E: Into<AttemptError>> From<E> for StartFailure {
     }
 }
 
-impl FailedStart<'_> {
+impl AbortedAttempt<'_> {
     /// Begins the row if nobody has tried that yet, and commits the error. Durable steps, as far as they
     /// are due: [`CrashPoint::Begun`], those from [`CrashPoint::LogsKept`] to [`CrashPoint::Committed`] without outputs,
     /// [`CrashPoint::PostProcessed`] and [`CrashPoint::Marked`].
     pub fn record(self: Box<Self>, run: &PlannedRun<'_>) -> StartFailure {
-        let FailedStart {
+        let AbortedAttempt {
             error,
             mut holdings,
             mut row,
@@ -47,7 +47,7 @@ impl FailedStart<'_> {
         tracing::debug!(error = ?error_chain(&error), "the program could not be started");
         let owned = &mut holdings.run;
         if let Some(staged_inputs) = owned.unrecorded_inputs.take()
-            && row.is_recorded()
+            && row.is_to_be_recorded()
         {
             // The failure to start is the error to report.
             let _ = owned.record_provenance(run, &staged_inputs);

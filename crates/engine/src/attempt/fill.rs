@@ -1,4 +1,4 @@
-//! From [`Claimed`] to [`Filled`]: creates the workspace and its quota, and copies the inputs.
+//! From [`LockedAttempt`] to [`FilledAttempt`]: creates the workspace and its quota, and copies the inputs.
 
 use std::path::PathBuf;
 
@@ -8,25 +8,28 @@ use sandbox::spec::{Limits, WorkspaceKind};
 use crate::attempt::context::{PlannedRun, WorkspaceSource};
 use crate::attempt::error::{AttemptError, pass_crash_point};
 use crate::attempt::input_copy::copy_inputs;
-use crate::attempt::states::{Claimed, FailedStart, Filled, OwnedRun};
+use crate::attempt::states::{AbortedAttempt, FilledAttempt, LockedAttempt, OwnedRun};
 use crate::home::HomeError;
 use crate::plan::limits::{self, WorkspaceStorage};
 use crate::workspace::{LockWait, Workspace};
 use store::types::crash_points::CrashPoint;
 
-impl<'r> Claimed<'r> {
+impl<'r> LockedAttempt<'r> {
     /// Durable steps: [`CrashPoint::WorkspaceMade`], [`CrashPoint::Begun`] if there are many inputs,
     /// [`CrashPoint::Filled`].
-    pub fn fill(mut self, run: &PlannedRun<'_>) -> Result<Filled<'r>, Box<FailedStart<'r>>> {
+    pub fn fill(
+        mut self,
+        run: &PlannedRun<'_>,
+    ) -> Result<FilledAttempt<'r>, Box<AbortedAttempt<'r>>> {
         let workspace = match run.context.workspace_source {
             WorkspaceSource::Fresh => draft_workspace(&mut self.run),
             WorkspaceSource::Prepared => open_prepared_workspace(&self.run),
         };
         let workspace = match workspace {
             Ok(workspace) => workspace,
-            Err(error) => return Err(FailedStart::new(error, self.into_holdings())),
+            Err(error) => return Err(AbortedAttempt::new(error, self.into_holdings())),
         };
-        let mut filled = Filled {
+        let mut filled = FilledAttempt {
             claimed: self,
             workspace,
             storage: WorkspaceStorage::Disk,
@@ -34,12 +37,12 @@ impl<'r> Claimed<'r> {
         };
         match filled.publish_and_fill(run) {
             Ok(()) => Ok(filled),
-            Err(error) => Err(FailedStart::new(error, filled.into_holdings())),
+            Err(error) => Err(AbortedAttempt::new(error, filled.into_holdings())),
         }
     }
 }
 
-impl Filled<'_> {
+impl FilledAttempt<'_> {
     fn publish_and_fill(&mut self, run: &PlannedRun<'_>) -> Result<(), AttemptError> {
         let fresh = run.context.workspace_source == WorkspaceSource::Fresh;
         if fresh {
@@ -61,12 +64,12 @@ impl Filled<'_> {
             (WorkspaceKind::Disk, false) => WorkspaceStorage::Disk,
         };
         if self.storage != WorkspaceStorage::Memory {
-            let Claimed {
+            let LockedAttempt {
                 run: owned, row, ..
             } = &mut self.claimed;
             let dir = self.workspace.dir();
             copy_inputs(dir, &run.plan.inputs, owned.owner(), run.limits)?;
-            let staged_inputs = match row.is_recorded() {
+            let staged_inputs = match row.is_to_be_recorded() {
                 true => owned.record_staged_inputs(dir, run.plan)?,
                 false => Vec::new(),
             };

@@ -1,25 +1,25 @@
 //! One attempt, from the claimed id to the committed record: a state machine whose states are types.
 //!
-//! Each state owns what may be released from it. A transition consumes a state and returns the next one, or a
-//! `FailedStart`, which owns what must be released then. The crash points are the durable steps of the transition, in
+//! Each state owns what may be released from it. A transition consumes a state and returns the next one, or an
+//! `AbortedAttempt`, which owns what must be released then. (If `claim` fails, it has released everything itself.) The crash points are the durable steps of the transition, in
 //! their order; ARCHITECTURE.md says what a crash at each of them leaves.
 //!
 //! | transition | file | from | to | durable steps |
 //! |---|---|---|---|---|
-//! | `Claimed::claim` | `claim` | – | `Claimed`: run directory, uid | `claimed` |
-//! | `Claimed::fill` | `fill` | `Claimed` | `Filled`: and workspace, quota | `workspace_made`, `filled` |
-//! | `Filled::create_cgroup` | `limit` | `Filled` | `Ready`: and cgroup | – |
-//! | `Ready::execute` | `execute` | `Ready` | `Ended`: and the outcome, in memory | `begun` |
-//! | `Ended::commit` | `commit` | `Ended` | `Finalized`: and the committed record | `ended`, `logs_kept`, `outcome_written` |
+//! | `LockedAttempt::claim` | `claim` | – | `LockedAttempt`: run directory, uid | `claimed` |
+//! | `LockedAttempt::fill` | `fill` | `LockedAttempt` | `FilledAttempt`: and workspace, quota | `workspace_made`, `filled` |
+//! | `FilledAttempt::create_cgroup` | `limit` | `FilledAttempt` | `ReadyAttempt`: and cgroup | – |
+//! | `ReadyAttempt::execute` | `execute` | `ReadyAttempt` | `ExecutedAttempt`: and the outcome, in memory | `begun` |
+//! | `ExecutedAttempt::commit` | `commit` | `ExecutedAttempt` | `AttemptToRelease`: and the committed record | `ended`, `logs_kept`, `outcome_written` |
 //! | `finalize_attempt` | `finalize` | `EndedAttempt` | the committed record | `collected`, `manifest_written`, `object_moved`, `objects_durable`, `transaction_open`, `committed` |
-//! | `Finalized::release` | `release` | `Finalized` | `CompletedRun` | `workspace_removed`, `post_processed`, `marked`, `finished` |
-//! | `FailedStart::record` | `fail` | `FailedStart` | `StartFailure` | those of the others that are due, without outputs |
+//! | `AttemptToRelease::release` | `release` | `AttemptToRelease` | `CompletedRun` | `workspace_removed`, `post_processed`, `marked`, `finished` |
+//! | `AbortedAttempt::record` | `fail` | `AbortedAttempt` | `StartFailure` | `begun`, `logs_kept` to `committed`, `post_processed` and `marked`, as far as they are due |
 //!
 //! The row in the database is begun (`row`) by whichever transition finds `RowState::NotBegun` when it needs the row:
 //! `execute`; `fill`, if there are many inputs; or `fail`.
 //!
-//! `run` and the queue's runner enter at `claim`. The reaper, `post-process` and `record` enter at `finalize_attempt`,
-//! with an `EndedAttempt` from the files of a run directory. After the commit, `post_process` is the same for all.
+//! `run` and the queue's runner enter at `claim`. The reaper and `post-process` enter at `finalize_attempt`, with an
+//! `EndedAttempt` from the files of a run directory, and so does `record`, with one from the user's own directory. After the commit, `post_process` is the same for all.
 //!
 //! The other files, in reading order: `states` (the types), `context` (what every transition reads), `observer` (how
 //! the caller follows the run), `error`, `recorder` (the database connection and the artifact store), `input_copy`
@@ -58,7 +58,7 @@ use fail::StartFailure;
 use observer::RunObserver;
 use recorder::Recorder;
 use release::CompletedRun;
-use states::Claimed;
+use states::LockedAttempt;
 use store::types::timings;
 
 /// Makes one attempt: all transitions in their order. Without a recorder nothing is recorded.
@@ -67,7 +67,7 @@ pub(crate) fn make_attempt(
     recorder: Option<&mut Recorder>,
     observer: &mut dyn RunObserver,
 ) -> Result<CompletedRun, StartFailure> {
-    let claimed = Claimed::claim(run, recorder)?;
+    let claimed = LockedAttempt::claim(run, recorder)?;
     let ended = claimed.fill(run).and_then(|filled| {
         if filled.is_on_tmpfs() {
             observer.notice("the workspace root is a tmpfs: disk used there is memory");

@@ -1,4 +1,4 @@
-//! From `Finalized` to the end: removes, keeps or quarantines the workspace, and releases everything else. Also has
+//! From `AttemptToRelease` to the end: removes, keeps or quarantines the workspace, and releases everything else. Also has
 //! every way in which an attempt gives up its `Holdings`.
 
 use sandbox::spec::WorkspaceKind;
@@ -8,7 +8,7 @@ use crate::attempt::finalize::ended_attempt::is_kept;
 use crate::attempt::log_capture::CapturedLog;
 use crate::attempt::post_process;
 use crate::attempt::record::{CommitState, Record};
-use crate::attempt::states::{Finalized, Holdings, OwnedRun};
+use crate::attempt::states::{AttemptToRelease, Holdings, OwnedRun};
 use crate::home::{self, Home};
 use crate::plan::limits::error_chain;
 use crate::run_dir::RunState;
@@ -22,13 +22,13 @@ pub struct CompletedRun {
     pub stderr: CapturedLog,
 }
 
-impl Finalized<'_> {
+impl AttemptToRelease<'_> {
     /// The record lists what could not be removed.
     ///
     /// Durable steps: [`CrashPoint::WorkspaceRemoved`]; then in [`post_process`], if a command is due,
     /// [`CrashPoint::PostProcessed`] and [`CrashPoint::Marked`]; last [`CrashPoint::Finished`].
     pub fn release(self, run: &PlannedRun<'_>) -> CompletedRun {
-        let Finalized {
+        let AttemptToRelease {
             mut holdings,
             recorder,
             mut record,

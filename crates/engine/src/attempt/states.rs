@@ -1,5 +1,5 @@
 //! The states of an attempt. Each owns exactly what may be released from it; a transition consumes one state and
-//! returns the next, or a [`FailedStart`], which owns what must be released then.
+//! returns the next, or a [`AbortedAttempt`], which owns what must be released then.
 
 use std::os::fd::OwnedFd;
 
@@ -22,7 +22,7 @@ use crate::workspace::uid_pool::UidLease;
 use store::artifacts::Artifacts;
 
 /// The first state: the run directory is locked and the uid is leased.
-pub(crate) struct Claimed<'r> {
+pub(crate) struct LockedAttempt<'r> {
     pub(super) run: OwnedRun,
     pub(super) row: RowState<'r>,
     /// Where the cgroups of the run are created.
@@ -30,8 +30,8 @@ pub(crate) struct Claimed<'r> {
 }
 
 /// The workspace exists and has its inputs. A workspace in memory gets them at the start.
-pub(crate) struct Filled<'r> {
-    pub(super) claimed: Claimed<'r>,
+pub(crate) struct FilledAttempt<'r> {
+    pub(super) claimed: LockedAttempt<'r>,
     pub(super) workspace: Workspace,
     pub(super) storage: WorkspaceStorage,
     /// `None`: not asked for, or the file system has no project quotas.
@@ -39,8 +39,8 @@ pub(crate) struct Filled<'r> {
 }
 
 /// The cgroup exists, or it is known why there is none. The program can be started.
-pub(crate) struct Ready<'r> {
-    pub(super) filled: Filled<'r>,
+pub(crate) struct ReadyAttempt<'r> {
+    pub(super) filled: FilledAttempt<'r>,
     pub(super) group: Result<Group, String>,
     /// True if a launch failed and its init was not seen to end.
     pub(super) init_may_live: bool,
@@ -48,14 +48,14 @@ pub(crate) struct Ready<'r> {
 
 /// The program has ended, or could not be shown to be dead. `record` says how the program ended; it is not written
 /// anywhere yet.
-pub(crate) struct Ended<'r> {
-    pub(super) ready: Ready<'r>,
+pub(crate) struct ExecutedAttempt<'r> {
+    pub(super) ready: ReadyAttempt<'r>,
     pub(super) ran: ProgramRun,
     pub(super) record: Record,
 }
 
 /// The record is committed, or the run directory or the workspace keeps it for a later commit, or nothing is recorded.
-pub(crate) struct Finalized<'r> {
+pub(crate) struct AttemptToRelease<'r> {
     pub(super) holdings: Holdings,
     /// `None`: nothing is recorded.
     pub(super) recorder: Option<&'r mut Recorder>,
@@ -66,7 +66,7 @@ pub(crate) struct Finalized<'r> {
 }
 
 /// The program could not be started.
-pub(crate) struct FailedStart<'r> {
+pub(crate) struct AbortedAttempt<'r> {
     pub(super) error: AttemptError,
     pub(super) holdings: Holdings,
     pub(super) row: RowState<'r>,
@@ -176,7 +176,7 @@ impl OwnedRun {
 }
 
 impl RowState<'_> {
-    pub fn is_recorded(&self) -> bool {
+    pub fn is_to_be_recorded(&self) -> bool {
         !matches!(self, RowState::NotRecorded)
     }
 
@@ -190,7 +190,7 @@ impl RowState<'_> {
     }
 }
 
-impl<'r> Claimed<'r> {
+impl<'r> LockedAttempt<'r> {
     pub fn into_holdings(self) -> (Holdings, RowState<'r>) {
         let holdings = Holdings {
             run: self.run,
@@ -205,7 +205,7 @@ impl<'r> Claimed<'r> {
     }
 }
 
-impl<'r> Filled<'r> {
+impl<'r> FilledAttempt<'r> {
     pub fn is_on_tmpfs(&self) -> bool {
         self.storage == WorkspaceStorage::DiskOnTmpfs
     }
@@ -218,7 +218,7 @@ impl<'r> Filled<'r> {
     }
 }
 
-impl<'r> Ready<'r> {
+impl<'r> ReadyAttempt<'r> {
     pub fn into_holdings(self) -> (Holdings, RowState<'r>) {
         let (mut holdings, row) = self.filled.into_holdings();
         holdings.group = self.group.ok();
@@ -227,12 +227,12 @@ impl<'r> Ready<'r> {
     }
 }
 
-impl<'r> FailedStart<'r> {
+impl<'r> AbortedAttempt<'r> {
     pub fn new(
         error: AttemptError,
         (holdings, row): (Holdings, RowState<'r>),
-    ) -> Box<FailedStart<'r>> {
-        Box::new(FailedStart {
+    ) -> Box<AbortedAttempt<'r>> {
+        Box::new(AbortedAttempt {
             error,
             holdings,
             row,

@@ -325,18 +325,18 @@ pub fn record(
 ) -> Result<Record, StagedCommandError> {
     let number = recorder.next_attempt_number(external.id)?;
     let dir = RunDir::claim(home, external.id, number)?;
-    let mut row = RowState::Absent;
+    let mut row = RecordedRow::Absent;
     let done = record_in(&dir, recorder, external, number, &mut row, progress);
     match (&done, row) {
-        (Ok(_), _) | (Err(_), RowState::Absent) => dir.remove()?,
+        (Ok(_), _) | (Err(_), RecordedRow::Absent) => dir.remove()?,
         // The reaper finishes it: everything is in the artifact store.
-        (Err(_), RowState::Begun) => drop(dir),
+        (Err(_), RecordedRow::Begun) => drop(dir),
     }
     done
 }
 
 #[derive(Clone, Copy)]
-enum RowState {
+enum RecordedRow {
     Absent,
     Begun,
 }
@@ -346,7 +346,7 @@ fn record_in(
     recorder: &mut Recorder,
     external: &ExternalResult<'_>,
     number: u32,
-    row: &mut RowState,
+    row: &mut RecordedRow,
     progress: &mut dyn FnMut(collect::CollectProgress),
 ) -> Result<Record, StagedCommandError> {
     let mut run = RunRecord::new(external.id, Path::new("/tmp"), number);
@@ -381,7 +381,7 @@ fn record_in(
     // Everything is in the store before the row exists, so the reaper can finish the attempt without the directory.
     output_transfer::copy_outputs(&ended, recorder)?;
     run.attempt = begin_row(recorder, &run, &commit_plan, external.id_reuse)?;
-    *row = RowState::Begun;
+    *row = RecordedRow::Begun;
     record.attempt = run.attempt;
     outcome_file::write_durably(dir, &record)?;
     let ended = EndedAttempt::new(dir, &run, &commit_plan, &record, leftovers, finisher);

@@ -266,11 +266,7 @@ fn clamp(bytes: u64) -> usize {
 }
 
 /// The next range of data at or after `offset`. Returns an empty range at `end` if there is none.
-pub fn next_data(
-    file: BorrowedFd<'_>,
-    offset: u64,
-    end: u64,
-) -> rustix::io::Result<(u64, u64)> {
+pub fn next_data(file: BorrowedFd<'_>, offset: u64, end: u64) -> rustix::io::Result<(u64, u64)> {
     let start = match rustix::fs::seek(file, SeekFrom::Data(offset)) {
         // There is a hole up to the end of the file. If the file ends before `end`, return a range that cannot be
         // read, which becomes an error.

@@ -79,8 +79,8 @@ impl<'a> EndedAttempt<'a> {
         }
     }
 
-    /// Whether the files may be assumed to match the manifest: yes if this process has just written it, no in recovery.
-    pub(super) fn trust(&self) -> ContentCheck {
+    /// Whether the files may be assumed to match the manifest: yes for the process that collected, no in recovery.
+    pub(super) fn content_check(&self) -> ContentCheck {
         match self.finisher {
             Finisher::Runner { .. } | Finisher::Import => ContentCheck::TrustManifest,
             Finisher::Recovery => ContentCheck::Rehash,

@@ -23,9 +23,12 @@ pub(super) fn store_outputs(
     transfer: TransferMode,
 ) -> Result<(), CommitError> {
     let source = match ended.leftovers {
-        Leftovers::Directory { dir, owner_uid } => {
-            Some(TransferSource::new(dir, owner_uid, transfer, ended.trust()))
-        }
+        Leftovers::Directory { dir, owner_uid } => Some(TransferSource::new(
+            dir,
+            owner_uid,
+            transfer,
+            ended.content_check(),
+        )),
         Leftovers::Nothing | Leftovers::Gone => None,
     };
     let aside = match ended.dir.objects() {
@@ -48,7 +51,7 @@ pub(super) fn store_outputs(
             .map(|s| artifacts.take_output(hold, s, output))
         {
             Some(Ok(_)) => {}
-            Some(Err(e)) if !is_lost(&e, ended.trust()) => return Err(e.into()),
+            Some(Err(e)) if !is_lost(&e, ended.content_check()) => return Err(e.into()),
             Some(Err(_)) | None => drop(lost.insert(output.path.clone())),
         }
     }
@@ -118,7 +121,7 @@ pub fn store_outputs_aside(ended: &EndedAttempt<'_>) -> Result<(), CommitError> 
     let Leftovers::Directory { dir, owner_uid } = ended.leftovers else {
         return Err(CommitError::NoOutcome);
     };
-    let source = TransferSource::new(dir, owner_uid, TransferMode::Move, ended.trust());
+    let source = TransferSource::new(dir, owner_uid, TransferMode::Move, ended.content_check());
     let outputs = manifest.collected.outputs.iter();
     let taken = outputs.map(|output| aside.take_output(&hold, &source, output));
     let lost = taken.filter(Result::is_err).count();
