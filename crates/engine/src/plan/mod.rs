@@ -1,4 +1,4 @@
-//! From a [`Request`](crate::request::Request) to what a run may see and do. Planning reads the host's files and
+//! From a [`Request`](crate::settings::Request) to what a run may see and do. Planning reads the host's files and
 //! changes nothing.
 //!
 //! - `planning.rs`: [`plan`] makes the [`Plan`]: program, arguments, views, inputs.
