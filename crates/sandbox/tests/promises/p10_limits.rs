@@ -1157,7 +1157,10 @@ pub fn files_limited(act: &str) {
             .0
     };
     stopped(&undisturbed(|| run(3000, 500)), Stop::Files);
-    let control = run(400, 1000);
+    // A run with an unreadable directory is charged for the files that others of the host make at that moment, too.
+    let disturbed = |ran: &ConfinedResult| ran.stop() == Some(Stop::Files);
+    let control = (1..5).map(|_| run(400, 1000)).find(|ran| !disturbed(ran));
+    let control = control.unwrap_or_else(|| run(400, 1000));
     unstopped(&control);
     assert!(control.printed("made all"), "{}", control.all());
     assert!(control.outcome.usage.files < 1000, "{}", control.all());
