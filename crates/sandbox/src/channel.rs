@@ -78,7 +78,7 @@ pub enum InitCommand {
         /// it.
         open_on_host: Option<u64>,
     },
-    /// The program printed something, so it is not idle.
+    /// The program printed something, or waits until its output is taken, so it is not idle.
     Active,
     /// Send SIGTERM to every process, and SIGKILL when the grace has passed.
     Stop(Stop),

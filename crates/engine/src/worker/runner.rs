@@ -355,7 +355,7 @@ fn record_failure(
     }
 }
 
-/// Observes a run that nobody watches: its output is in the run directory. Requests to stop come from the worker, from
+/// The observer of a queued run. It prints nothing; the output is in the run directory. Requests to stop come from the worker, from
 /// `fumehood cancel` and from the database.
 struct RunnerObserver {
     signals: SignalQueue,

@@ -66,7 +66,7 @@ pub struct Init {
     main_pid: i32,
     main_exit: Option<Exit>,
     stop: Option<Stop>,
-    /// When to send SIGKILL: after the grace, and again at every tick once the processes were killed.
+    /// When to send SIGKILL: after the grace, and then again at every tick until all are dead.
     kill_at: Option<Instant>,
     killed: bool,
     kill_rounds: u32,
@@ -189,7 +189,7 @@ impl Init {
         }
     }
 
-    /// Stops the run if the program was idle for the whole idle limit: it printed nothing and used less than a
+    /// Stops the run if the program was idle for the whole idle limit: it printed nothing and used at most a
     /// hundredth of a CPU.
     fn check_idle(&mut self) {
         let Some(idle_ms) = self.limits.idle_ms.filter(|_| self.start.is_some()) else {

@@ -45,9 +45,9 @@ pub fn apply(spec: &Spec) -> Result<(), LaunchStepError> {
 /// program's uid too.
 const GUARDIAN_PROCESSES: u64 = 8;
 
-/// How many threads, beside a quarter of the run's own limit, the user may start elsewhere while the run goes on,
+/// How many threads the user may start elsewhere while the run goes on, in addition to a quarter of the run's own limit,
 /// before the run's forks fail. A larger value would let a fork bomb grow too large to be killed in time.
-const OTHER_THREADS_MIN: u64 = 64;
+const OTHER_THREADS_EXTRA: u64 = 64;
 
 fn processes_max(spec: &Spec) -> Option<u64> {
     let pids = spec.limits.pids;
@@ -60,7 +60,7 @@ fn processes_max(spec: &Spec) -> Option<u64> {
         // the exact limit.
         (ConfinementLevel::Landlock, ProgramIdentity::Caller { uid, .. }) => {
             let others = procfs::threads_of_user(uid);
-            let share = OTHER_THREADS_MIN.saturating_add(pids / 4);
+            let share = OTHER_THREADS_EXTRA.saturating_add(pids / 4);
             Some(pids.saturating_add(others).saturating_add(share))
         }
     }

@@ -1,6 +1,6 @@
 //! From an attempt that has ended to a committed record.
 //!
-//! The order is: outcome, collection, manifest, both durable, files into the artifact store (durable), one transaction.
+//! The order is: outcome, collection, manifest, outcome and manifest durable, files into the artifact store (durable), one transaction.
 //! If nothing has to go into the store, the transaction is the first and only durable step: until then nobody was told
 //! of a result, and a kill loses nothing that is written. If that transaction fails, the caller makes the run directory
 //! durable before it says that the attempt awaits its commit.

@@ -199,8 +199,8 @@ impl WatchThread {
     /// against the run, nor do the files that the host had open when the runner sent its command. Without that number,
     /// the whole count of the host counts against the run.
     ///
-    /// There are no passes before this: the child that becomes the program is still unreadable, and all growth is
-    /// charged to a run with an unreadable process.
+    /// There are no passes before this. The child that becomes the program cannot be read yet, and a pass would charge all
+    /// growth to the run because of that.
     pub fn begin(&mut self, open_on_host: Option<u64>) {
         let in_use = disk::in_use(self.workspace.as_fd());
         self.progress.set_measured((0, 0), in_use);

@@ -1,9 +1,10 @@
 //! Control groups: one group per run, made with its limits before the first process enters it.
 //!
-//! The runner makes the group and opens the files through which processes attach. Each process of the run then
-//! attaches *itself* by writing `0` to them, because moving a process from outside takes several times as long. The
-//! kernel checks the credentials of the process that opened the file, so the launcher can attach after it has dropped
-//! its own.
+//! The runner makes the group and opens the files through which processes attach. On version 2, clone3 starts the child
+//! in the group where the kernel allows that. Otherwise the child, and later the broker, attaches *itself* by writing `0`
+//! to the files, because moving a process from outside takes several times as long; the other processes inherit the
+//! group. The kernel checks the credentials of the process that opened the file, so a process can attach after it has
+//! dropped its own.
 //!
 //! Each controller uses version 2 where its tree offers the controller to this process (`v2.rs`), and version 1
 //! otherwise (`v1.rs`). What works is found by trying it and reading the value back. Only groups made here are ever
