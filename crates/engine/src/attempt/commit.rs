@@ -72,7 +72,7 @@ impl<'r> ExecutedAttempt<'r> {
             status = record.status.as_str(),
             reason = record.reason.as_str(),
             commit = ?record.commit.state,
-            message = ?record.commit.message,
+            why = ?record.commit.message,
             "the attempt ended"
         );
         holdings.run.record.init = ran.undead_init.and_then(ProcessIdentity::of);
