@@ -65,7 +65,7 @@ pub struct Claim {
 }
 
 impl Claim {
-    pub fn leased_attempt(&self) -> LeasedAttempt<'_> {
+    pub(crate) fn leased_attempt(&self) -> LeasedAttempt<'_> {
         LeasedAttempt {
             id: self.id.as_str(),
             attempt: self.attempt,
@@ -74,7 +74,7 @@ impl Claim {
     }
 
     /// The attempt, for whoever ends it because its runner is gone. `by` is a token of the caller.
-    pub fn lost_attempt<'a>(
+    pub(crate) fn lost_attempt<'a>(
         &'a self,
         by: &'a str,
         reason: Reason,

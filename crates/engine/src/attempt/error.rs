@@ -83,7 +83,7 @@ pub enum AttemptError {
 impl AttemptError {
     /// Whether the request itself is not allowed, so that every repetition fails in the same way whatever the host is
     /// doing.
-    pub fn is_refusal(&self) -> bool {
+    pub(crate) fn is_refusal(&self) -> bool {
         match self {
             AttemptError::Plan(PlanError::Runtime(_)) => false,
             AttemptError::Plan(_)
@@ -96,7 +96,7 @@ impl AttemptError {
     }
 
     /// Status and reason of a run that could not be started.
-    pub fn status_and_reason(&self) -> (Status, Reason) {
+    pub(crate) fn status_and_reason(&self) -> (Status, Reason) {
         match self {
             AttemptError::Plan(PlanError::Runtime(e)) => match e.exit_code() {
                 127 => (Status::Error, Reason::NotFound),
@@ -157,17 +157,17 @@ pub enum CommitError {
 
 impl CommitError {
     /// Whether another process held a lock in the database for longer than this process waits.
-    pub fn is_busy(&self) -> bool {
+    pub(crate) fn is_busy(&self) -> bool {
         matches!(self, CommitError::Database { source, .. } if source.fault_kind() == store::FaultKind::Busy)
     }
 
     /// Whether the database did not answer.
-    pub fn is_unavailable(&self) -> bool {
+    pub(crate) fn is_unavailable(&self) -> bool {
         matches!(self, CommitError::Database { source, .. } if source.fault_kind() == store::FaultKind::Unreachable)
     }
 
     /// Whether the condition of the database is the cause, so that a repetition may succeed.
-    pub fn is_transient(&self) -> bool {
+    pub(crate) fn is_transient(&self) -> bool {
         let passing = [
             store::FaultKind::Unreachable,
             store::FaultKind::Busy,
@@ -178,7 +178,7 @@ impl CommitError {
     }
 
     /// Whether the outputs are safe in the artifact store and only the commit to the database is missing.
-    pub fn is_database_error(&self) -> bool {
+    pub(crate) fn is_database_error(&self) -> bool {
         matches!(
             self,
             CommitError::Database { .. }

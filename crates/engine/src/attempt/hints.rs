@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use store::types::escaping::{escape_terminal, quote_for_shell};
 
 /// How much of the end of standard error is searched.
-pub const LOOK_BYTES: usize = 64 * 1024;
+const LOOK_BYTES: usize = 64 * 1024;
 pub const HINTS_MAX: usize = 5;
 /// How many paths are looked up on the host. The program chose the paths, and a lookup may be slow.
 const LOOKUPS_MAX: usize = 32;

@@ -131,7 +131,7 @@ impl Reason {
 }
 
 /// Status and reason, from the outcome of the sandbox.
-pub fn status_of(outcome: &Outcome) -> (Status, Reason) {
+pub(crate) fn status_of(outcome: &Outcome) -> (Status, Reason) {
     // If some process cannot be shown dead, keep what is known: why the run was stopped, or how its first process
     // ended.
     if !outcome.all_dead && outcome.stop.is_none() && outcome.exit.is_none() {
@@ -185,7 +185,7 @@ pub struct LogSummary {
 impl LogSummary {
     /// Leaves the text out: it may be several times as large as the bytes, so it is made only where a document is
     /// printed.
-    pub fn without_text(captured: &CapturedLog) -> LogSummary {
+    pub(crate) fn without_text(captured: &CapturedLog) -> LogSummary {
         LogSummary {
             text: String::new(),
             bytes: captured.total_bytes,
@@ -262,7 +262,7 @@ pub struct CollectionSummary {
 }
 
 impl CollectionSummary {
-    pub fn new(
+    pub(crate) fn new(
         collected: &CollectedOutputs,
         missing: &[String],
         result_note: Option<String>,
@@ -353,7 +353,7 @@ pub struct Record {
     pub timings: Option<Timings>,
 }
 
-pub fn limit_entries(list: &[Enforcement]) -> BTreeMap<LimitName, LimitEntry> {
+pub(crate) fn limit_entries(list: &[Enforcement]) -> BTreeMap<LimitName, LimitEntry> {
     let entry = |e: &Enforcement| LimitEntry {
         asked: e.asked,
         enforced_by: e.enforced_by.clone(),

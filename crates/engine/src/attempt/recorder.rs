@@ -88,7 +88,7 @@ impl Recorder {
     }
 
     /// A recorder for the same database with a connection of its own, for another thread.
-    pub fn new_connection(&self) -> Recorder {
+    pub(crate) fn new_connection(&self) -> Recorder {
         let (location, artifacts_at) = (self.location.clone(), self.artifacts_at.clone());
         let mut new_connection = Recorder::new(location, artifacts_at, self.post_process.clone());
         new_connection.lock_wait_ms = self.lock_wait_ms;
@@ -97,7 +97,7 @@ impl Recorder {
 
     /// Lets statements wait ten minutes for a lock, for callers that lose more by giving up. SQLite has one writer at a
     /// time and lets the others wait in no order, and each write may be slow on a busy disk.
-    pub fn wait_long_for_locks(&mut self) {
+    pub(crate) fn wait_long_for_locks(&mut self) {
         const PATIENT_MS: u64 = 10 * 60 * 1000;
         if let Location::Sqlite(_) = self.location {
             self.lock_wait_ms = Some(PATIENT_MS);

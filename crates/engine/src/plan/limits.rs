@@ -220,7 +220,7 @@ impl EnforcementContext {
 }
 
 /// Whether the run's own cgroup firmly enforces memory and CPUs, so that limits of outer cgroups need not be read.
-pub fn group_suffices(group: &Group) -> bool {
+pub(crate) fn group_suffices(group: &Group) -> bool {
     let firm = |name| group.enforces(name).map(|e| e.how_hard) == Some(Hardness::Hard);
     firm(LimitName::Memory) && firm(LimitName::Cpus)
 }

@@ -27,11 +27,11 @@ use store::types::submission::{
 
 /// Names in the directory in which a submission is laid out: the directory of inputs, and the file that becomes
 /// standard input.
-pub const INPUTS: &str = "inputs";
-pub const STDIN: &str = "stdin";
+pub(crate) const INPUTS: &str = "inputs";
+pub(crate) const STDIN: &str = "stdin";
 
 /// The most bytes in one [`ContentPool`], which holds the content of a whole batch of submissions.
-pub const POOL_BYTES_MAX: u64 = 1 << 30;
+pub(crate) const POOL_BYTES_MAX: u64 = 1 << 30;
 
 #[derive(Debug, thiserror::Error)]
 pub enum BundleError {
@@ -288,12 +288,12 @@ impl SourceVisitor for BundledSource<'_> {
 }
 
 /// Fetches content by its hash; `None` if there is no such content.
-pub type FetchContent<'a> =
+pub(crate) type FetchContent<'a> =
     dyn FnMut(&ContentHash) -> Result<Option<Vec<u8>>, Box<dyn Error + Send + Sync>> + 'a;
 
 /// Writes a submission's files to `staged`, an empty directory that nobody else can reach: inputs below [`INPUTS`],
 /// standard input as [`STDIN`]. On failure part of the files remain; the caller removes the directory.
-pub fn lay_out(
+pub(crate) fn lay_out(
     submission: &Submission,
     staged: BorrowedFd<'_>,
     fetch: &mut FetchContent<'_>,

@@ -93,7 +93,7 @@ pub fn ensure_delegated() -> Result<&'static ScopeMembership, &'static ScopeErro
 /// The same for a process that must outlive its unit: it gets a scope in the same slice even if it can create cgroups
 /// already. [`ensure_delegated`] returns the same result from then on. On an error the process has stayed in the unit,
 /// and may still be able to create cgroups there.
-pub fn ensure_own_scope() -> Result<&'static ScopeMembership, &'static ScopeError> {
+pub(crate) fn ensure_own_scope() -> Result<&'static ScopeMembership, &'static ScopeError> {
     membership(ScopePurpose::OwnScope)
 }
 
@@ -102,7 +102,7 @@ fn membership(purpose: ScopePurpose) -> Result<&'static ScopeMembership, &'stati
 }
 
 /// Why this process could not be put into a scope, if that was tried.
-pub fn move_error() -> Option<&'static ScopeError> {
+pub(crate) fn move_error() -> Option<&'static ScopeError> {
     MEMBERSHIP.get()?.as_ref().err()
 }
 
