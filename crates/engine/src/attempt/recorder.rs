@@ -15,8 +15,11 @@ use store::{Location, Store, StoreError};
 /// The database and the artifact store of an attempt. Each is opened when it is needed. The connection is not kept
 /// while a program runs for hours.
 pub struct Recorder {
+    /// Where the database is.
     pub location: Location,
+    /// The directory of the artifact store.
     pub artifacts_at: PathBuf,
+    /// The command to run after each commit. `None`: no command is configured.
     pub post_process: Option<PostProcessSettings>,
     /// How long a statement waits for another process's lock. `None`: the store's default.
     pub lock_wait_ms: Option<u64>,
@@ -68,6 +71,7 @@ impl Recorder {
         })
     }
 
+    /// A recorder for this database and artifact store. Nothing is opened yet.
     pub fn new(
         location: Location,
         artifacts_at: PathBuf,
@@ -105,6 +109,8 @@ impl Recorder {
         }
     }
 
+    /// Returns the connection to the database, and opens it first if there is none. Fails for good if files of the
+    /// database were moved or removed while a program ran.
     pub fn store(&mut self) -> Result<&mut Store, CommitError> {
         if !self.is_in_place()
             && let Some(store) = self.store.take()
@@ -187,6 +193,7 @@ impl Recorder {
         answer.map_err(|e| self.database_error(e))
     }
 
+    /// Opens the artifact store.
     pub fn artifacts(&self) -> Result<Artifacts, CommitError> {
         Ok(Artifacts::open(&self.artifacts_at)?)
     }
@@ -242,6 +249,7 @@ impl Recorder {
         self.with(|store| store.next_attempt_number(id.as_str()))
     }
 
+    /// Adds to an error of the database which database it is.
     pub fn database_error(&self, source: StoreError) -> CommitError {
         CommitError::Database {
             database: self.location.to_string(),
