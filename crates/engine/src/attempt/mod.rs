@@ -13,7 +13,7 @@
 //! | `ExecutedAttempt::commit` | `commit` | `ExecutedAttempt` | `AttemptToRelease`: and the committed record | `ended`, `logs_kept`, `outcome_written` |
 //! | `finalize_attempt` | `finalize` | `EndedAttempt` | the committed record | `collected`, `manifest_written`, `object_moved`, `objects_durable`, `transaction_open`, `committed` |
 //! | `AttemptToRelease::release` | `release` | `AttemptToRelease` | `CompletedRun` | `workspace_removed`, `post_processed`, `marked`, `finished` |
-//! | `AbortedAttempt::record` | `fail` | `AbortedAttempt` | `StartFailure` | `begun`, `logs_kept` to `committed`, `post_processed` and `marked`, as far as they are due |
+//! | `AbortedAttempt::record` | `fail` | `AbortedAttempt` | `StartFailure` | `begun` and `logs_kept` to `committed`, `post_processed` and `marked`, as far as they are due |
 //!
 //! The row in the database is begun (`row`) by whichever transition finds `RowState::NotBegun` when it needs the row:
 //! `execute`; `fill`, if there are many inputs; or `fail`.

@@ -1,4 +1,4 @@
-//! From a [`Request`](crate::request::Request) to what a run may see and do. Planning reads the host's files and
+//! From a [`Request`](crate::settings::Request) to what a run may see and do. Planning reads the host's files and
 //! changes nothing.
 //!
 //! - `planning.rs`: [`plan`] makes the [`Plan`]: program, arguments, views, inputs.
@@ -10,7 +10,7 @@
 //! - `visible_paths.rs`: arguments that name files which the program would not find.
 //! - `paths.rs`, `views.rs`: operations on paths and lists of views.
 //! - `limits.rs`: which limits hold, and by which mechanism.
-//! - `spec.rs` and `environment.rs`: [`build_spec`] makes the sandbox's spec from a plan.
+//! - `spec.rs` and `environment.rs`: `build_spec` makes the sandbox's spec from a plan.
 //! - `submit_inputs.rs`: [`resolve_submit_inputs`] decides which files travel with a submission.
 //! - `error.rs`: [`PlanError`].
 

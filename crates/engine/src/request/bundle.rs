@@ -1,8 +1,8 @@
-//! The files that travel with a submission: [`Bundle`] reads them where the submission is made, [`lay_out`] writes
+//! The files that travel with a submission: [`Bundle`] reads them where the submission is made, `lay_out` writes
 //! them where it runs.
 //!
 //! Reading follows the rules of `workspace/copy_in/source.rs`: open each file once, do not follow links, and judge the
-//! file by its descriptor. Whoever can write to the database controls what [`lay_out`] gets. Therefore [`lay_out`] checks
+//! file by its descriptor. Whoever can write to the database controls what `lay_out` gets. Therefore `lay_out` checks
 //! all names again, creates each file exclusively, and accepts content only if its hash matches.
 
 use std::collections::{HashMap, HashSet};
