@@ -25,11 +25,11 @@ const SEEDS: &[&[u8]] = &[
     b"import os, a.b as c\nfrom . import (x as y,\n z)\nfrom ..up import *\ns = 'import no'\n",
     b"timeout = \"20s\"\nmemory = 1e9\ncpus = 1.5\ndata = \"in\"\nenv = [\"A=1\"]\noutput = [\"*.csv\"]\n",
     b"[floor]\nlevel = \"full\"\nlayers = [\"seccomp\"]\n[ceilings]\nmemory = \"2G\"\n[read]\nroots = [\"/srv\"]\n[record]\ndb = \"sqlite:/srv/x\"\n[post_process]\ncommand = [\"/bin/true\"]\n",
-    br#"{"step":"mount /proc"}"#,
-    br#"{"failed":{"step":"x","errno":1,"detail":"y"}}"#,
-    br#"{"ended":{"exit":{"code":0},"stop":null,"usage":{"wall_ms":1,"cpu_ms":1,"memory_peak_bytes":null,"pids_peak":1,"disk_bytes":0,"files":0,"oom_kills":0}}}"#,
+    br#"{"init":{"pid":7}}"#,
+    br#"{"failed":{"step":"ReceivePlan","errno":1,"detail":"y"}}"#,
+    br#"{"ended":{"end":{"exit":{"code":0},"stop":null,"usage":{"wall_ms":1,"cpu_ms":1,"memory_peak_bytes":null,"pids_peak":1,"disk_bytes":0,"files":0,"oom_kills":0}},"alone":true}}"#,
     br#"{"spec":{"program":"/bin/sh","argv":["sh",[255,0]],"env":[["A","b"]],"workspace":"/tmp/x","workspace_kind":"disk","views":[{"source":"/srv","target":"/srv","exec":"refused","owner":"mapped","content":"data"}],"identity":{"leased":{"uid":5,"gid":5}},"limits":{"wall_ms":1,"cpu_ms":null,"idle_ms":null,"grace_ms":1,"memory_bytes":1,"cpu_milli":1,"pids":1,"open_files":1,"open_files_of_run":1,"tcp_bytes":1,"disk_bytes":1,"files":1,"log_bytes":1},"host_name":"h","terminal":"none","level":"landlock","shared_memory":"private","purpose":"run","required":["seccomp"],"disabled_layers":{}},"stdin":true,"attach_files":1,"group_directory":true,"cpu_counter":null,"oom_counter":true,"memory":"hard","pids":"watched","pin_to_cpus":1,"pinned_for_good":true}"#,
-    br#"{"version":1,"id":"x","host":"h","boot_id":"b","runner_pid":1,"workspace":"/tmp/x","draft":"/tmp/y","workspace_is":[1,2],"uid":null,"cgroups":["/sys/fs/cgroup/x"],"state":"live"}"#,
+    br#"{"version":1,"id":"x","host":"h","boot_id":"b","runner_pid":1,"workspace":"/tmp/x","draft":"/tmp/y","workspace_is":{"device":1,"inode":2,"born":null},"uid":null,"cgroups":["/sys/fs/cgroup/x"],"state":"live"}"#,
 ];
 
 /// A xorshift generator of pseudo-random numbers.

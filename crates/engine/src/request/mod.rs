@@ -114,14 +114,27 @@ pub struct RequestedLimits {
     pub log_bytes: RequestedLimit<u64>,
 }
 
+impl<T> RequestedLimit<T> {
+    /// A limit that the request sets.
+    pub fn asked(value: T) -> RequestedLimit<T> {
+        RequestedLimit {
+            value,
+            explicit: true,
+        }
+    }
+
+    /// A limit that the request leaves open.
+    pub fn default_of(value: T) -> RequestedLimit<T> {
+        RequestedLimit {
+            value,
+            explicit: false,
+        }
+    }
+}
+
 impl Default for RequestedLimits {
     fn default() -> Self {
-        fn default(value: u64) -> RequestedLimit<u64> {
-            RequestedLimit {
-                value,
-                explicit: false,
-            }
-        }
+        let default = RequestedLimit::default_of;
         RequestedLimits {
             wall_ms: default(3_600_000),
             cpu_ms: None,

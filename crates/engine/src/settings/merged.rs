@@ -142,14 +142,8 @@ impl MergedSettings {
     /// error.
     pub(super) fn limit(&self, key: Key, default: u64) -> Result<RequestedLimit<u64>, ConfigError> {
         Ok(match self.requested(key)? {
-            Some(SettingValue::Number(value)) => RequestedLimit {
-                value,
-                explicit: true,
-            },
-            _ => RequestedLimit {
-                value: default.min(self.ceiling(key).unwrap_or(u64::MAX)),
-                explicit: false,
-            },
+            Some(SettingValue::Number(value)) => RequestedLimit::asked(value),
+            _ => RequestedLimit::default_of(default.min(self.ceiling(key).unwrap_or(u64::MAX))),
         })
     }
 
@@ -160,14 +154,8 @@ impl MergedSettings {
         default_max: u64,
     ) -> Result<Option<RequestedLimit<u64>>, ConfigError> {
         Ok(match (self.requested(key)?, self.ceiling(key)) {
-            (Some(SettingValue::Number(value)), _) => Some(RequestedLimit {
-                value,
-                explicit: true,
-            }),
-            (_, Some(ceiling)) => Some(RequestedLimit {
-                value: ceiling.min(default_max),
-                explicit: false,
-            }),
+            (Some(SettingValue::Number(value)), _) => Some(RequestedLimit::asked(value)),
+            (_, Some(ceiling)) => Some(RequestedLimit::default_of(ceiling.min(default_max))),
             (_, None) => None,
         })
     }

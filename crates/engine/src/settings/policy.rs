@@ -254,34 +254,42 @@ impl Reader<'_> {
         texts.map(Some).ok_or_else(wrong)
     }
 
-    /// A policy that names no floor has the floor `full`.
-    fn level(&self, value: Option<&toml::Value>) -> Result<IsolationLevel, PolicyFileError> {
-        match value.map(toml::Value::as_str) {
-            None => Ok(IsolationLevel::Full),
-            Some(None) => Err(self.wrong_type("floor.level", "a string")),
-            Some(Some("full")) => Ok(IsolationLevel::Full),
-            Some(Some("landlock")) => Ok(IsolationLevel::Landlock),
-            Some(Some(other)) => Err(PolicyFileError::UnknownWord {
+    /// Returns which of the words `known` it is.
+    fn word(
+        &self,
+        key: &'static str,
+        value: Option<&toml::Value>,
+        known: [&'static str; 2],
+    ) -> Result<Option<&'static str>, PolicyFileError> {
+        let Some(value) = value else {
+            return Ok(None);
+        };
+        let text = value.as_str();
+        let text = text.ok_or_else(|| self.wrong_type(key, "a string"))?;
+        match known.into_iter().find(|word| *word == text) {
+            Some(word) => Ok(Some(word)),
+            None => Err(PolicyFileError::UnknownWord {
                 path: self.path.to_owned(),
-                key: "floor.level",
-                given: excerpt(other),
-                known: vec!["full".to_owned(), "landlock".to_owned()],
+                key,
+                given: excerpt(text),
+                known: known.map(str::to_owned).to_vec(),
             }),
         }
     }
 
+    /// A policy that names no floor has the floor `full`.
+    fn level(&self, value: Option<&toml::Value>) -> Result<IsolationLevel, PolicyFileError> {
+        Ok(
+            match self.word("floor.level", value, ["full", "landlock"])? {
+                Some("landlock") => IsolationLevel::Landlock,
+                _ => IsolationLevel::Full,
+            },
+        )
+    }
+
     fn host_shared_memory(&self, value: Option<&toml::Value>) -> Result<bool, PolicyFileError> {
-        match value.map(toml::Value::as_str) {
-            None | Some(Some("private")) => Ok(false),
-            Some(Some("host")) => Ok(true),
-            Some(None) => Err(self.wrong_type("floor.shared_memory", "a string")),
-            Some(Some(other)) => Err(PolicyFileError::UnknownWord {
-                path: self.path.to_owned(),
-                key: "floor.shared_memory",
-                given: excerpt(other),
-                known: vec!["host".to_owned(), "private".to_owned()],
-            }),
-        }
+        let word = self.word("floor.shared_memory", value, ["host", "private"])?;
+        Ok(word == Some("host"))
     }
 
     fn layers(&self, value: Option<&toml::Value>) -> Result<BTreeSet<Layer>, PolicyFileError> {

@@ -88,7 +88,7 @@ pub fn shell_request(given: GivenSettings, sources: &Sources) -> Result<Resolved
 
 impl MergedSettings {
     pub(super) fn resolve(
-        self,
+        &self,
         command: Command,
         sources: &Sources,
     ) -> Result<Resolved, ConfigError> {

@@ -111,10 +111,9 @@ impl<'a> SubmissionConfig<'a> {
         }
         let queue_options = merged.queue_options()?;
         let is_named = merged.last(Key::Id).is_some();
-        let merged_before = merged.clone();
         let request = merged.resolve(command, self.sources)?.request;
         Ok(ResolvedSubmission {
-            settings: merged_before.submitted_settings(&request)?,
+            settings: merged.submitted_settings(&request)?,
             request,
             is_named,
             queue_options,

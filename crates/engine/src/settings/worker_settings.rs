@@ -141,10 +141,10 @@ impl Request {
             {
                 Some(asked) if asked.value > asked_max => Err(ConfigError::OverReservation),
                 Some(asked) => Ok(Some(asked)),
-                None => Ok(Some(RequestedLimit {
-                    value: limit.map_or(default_max, |limit| limit.value.min(default_max)),
-                    explicit: false,
-                })),
+                None => {
+                    let value = limit.map_or(default_max, |limit| limit.value.min(default_max));
+                    Ok(Some(RequestedLimit::default_of(value)))
+                }
             };
         let (memory, cpus) = (reserved.memory_bytes, reserved.cpu_milli);
         let mut fields = RequestFields::clone(self);

@@ -205,13 +205,12 @@ fn options(args: &WorkerArgs, settings: &RecordSettings) -> anyhow::Result<Worke
         format_size(total.memory_bytes)
     );
     let mut runner: Vec<OsString> = vec![super::RUNNER.into()];
-    for (flag, value) in [
-        ("--db", &args.store.db),
-        ("--artifacts", &args.store.artifacts),
-    ] {
-        if let Some(value) = value {
-            runner.extend([OsString::from(flag), absolute(flag, value)?]);
-        }
+    // Hand on what these options meant here: a relative path means another file in a runner's working directory.
+    if let (Some(_), Some(db)) = (&args.store.db, &settings.db) {
+        runner.extend(["--db".into(), (&db.text).into()]);
+    }
+    if let (Some(_), Some(artifacts)) = (&args.store.artifacts, &settings.artifacts) {
+        runner.extend(["--artifacts".into(), artifacts.into()]);
     }
     Ok(WorkerOptions {
         name: args.name.clone(),
@@ -224,21 +223,6 @@ fn options(args: &WorkerArgs, settings: &RecordSettings) -> anyhow::Result<Worke
         store_quota_bytes: settings.store_quota_bytes,
         program: PathBuf::from("/proc/self/exe"),
         args: runner,
-    })
-}
-
-/// Makes paths absolute: runners have another working directory and must find the same files.
-fn absolute(flag: &str, value: &OsString) -> anyhow::Result<OsString> {
-    let here = || std::env::current_dir().context("find the current directory");
-    let text = value.to_string_lossy();
-    Ok(match (flag, text.strip_prefix("sqlite:")) {
-        ("--db", Some(path)) if !path.starts_with('/') => {
-            let mut whole = OsString::from("sqlite:");
-            whole.push(here()?.join(path));
-            whole
-        }
-        ("--db", _) => value.clone(),
-        _ => here()?.join(value).into_os_string(),
     })
 }
 

@@ -432,7 +432,7 @@ fn hidden_without_cgroup(act: &str) {
     let run = |hiding: &str, memory_bytes| {
         let act = format!("{HIDE}{hiding}\n{act}");
         let mut confined = taking(&format!(
-            "{act}\ntime.sleep(4 if 'hide()' in {hiding:?} else 0)"
+            "{act}\ntime.sleep(30 if 'hide()' in {hiding:?} else 0)"
         ))
         .limits(|l| l.memory_bytes = memory_bytes);
         confined.with_group = false;
@@ -498,9 +498,23 @@ fn made(act: &str, wanted: u64, with_group: bool) -> (u64, bool) {
 fn bounded(act: &str) {
     // Only root has a cgroup here. The limit holds with and without it.
     for with_group in [testkit::is_root(), false] {
-        let (count, refused) = made(act, 1000, with_group);
-        assert!(refused && (48..64).contains(&count), "{count} {refused}");
-        assert_eq!(made(act, 40, with_group), (40, false));
+        let tries = || {
+            (
+                made(act, 1000, with_group),
+                made(act, 40, with_group) == (40, false),
+            )
+        };
+        let holds = |((count, refused), control): ((u64, bool), bool)| {
+            refused && (48..64).contains(&count) && control
+        };
+        // Without a user namespace the kernel counts all processes of the user, and other trials start and end theirs.
+        let is_alone = is_root() || !at_landlock();
+        let before_the_last = if is_alone { 0 } else { 9 };
+        if (0..before_the_last).any(|_| holds(tries())) {
+            continue;
+        }
+        let seen = tries();
+        assert!(holds(seen), "{seen:?}");
     }
 }
 
@@ -1143,7 +1157,10 @@ pub fn files_limited(act: &str) {
             .0
     };
     stopped(&undisturbed(|| run(3000, 500)), Stop::Files);
-    let control = run(400, 1000);
+    // A run with an unreadable directory is charged for the files that others of the host make at that moment, too.
+    let disturbed = |ran: &ConfinedResult| ran.stop() == Some(Stop::Files);
+    let control = (1..5).map(|_| run(400, 1000)).find(|ran| !disturbed(ran));
+    let control = control.unwrap_or_else(|| run(400, 1000));
     unstopped(&control);
     assert!(control.printed("made all"), "{}", control.all());
     assert!(control.outcome.usage.files < 1000, "{}", control.all());
