@@ -16,16 +16,21 @@ use store::{LeasedAttempt, LossProof, LostAttempt};
 
 /// What a run needs besides its request.
 pub struct RunContext {
+    /// The directory in which Fumehood keeps run directories and, by default, the record.
     pub home: Home,
+    /// The environment of the caller, which chooses the runtime.
     pub caller: CallerEnvironment,
     /// The executable that is executed again as the launcher; see [`sandbox::launch`].
     pub launcher: PathBuf,
+    /// Whether the program gets a terminal.
     pub terminal: Terminal,
     /// Whether this process may be moved into another cgroup, so that the run's limits can be enforced there.
     pub own_process: OwnProcess,
+    /// Which workspace the program runs in.
     pub workspace_source: WorkspaceSource,
-    /// How much space must stay free where outputs are stored, and how much the artifact store may hold in total.
+    /// How many bytes must be free where outputs are stored when the run starts.
     pub free_reserve_bytes: u64,
+    /// The run does not start if the artifact store holds this many bytes. `None`: no quota.
     pub store_quota_bytes: Option<u64>,
     /// The attempt that a worker claimed. `None`: this process begins the attempt itself.
     pub claimed: Option<Claim>,
@@ -55,17 +60,21 @@ impl RunContext {
 /// because the key must not be printed.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claim {
+    /// The id of the analysis.
     pub id: AnalysisId,
+    /// The number of the attempt.
     pub attempt: u32,
+    /// The token of the attempt. Whoever has it can renew the lease and commit the attempt.
     pub key: String,
     /// The database that has the attempt. Empty in the order of an older worker.
     #[serde(default)]
     pub database_id: String,
+    /// For how long a renewal extends the lease, in milliseconds.
     pub lease_ms: u64,
 }
 
 impl Claim {
-    pub fn leased_attempt(&self) -> LeasedAttempt<'_> {
+    pub(crate) fn leased_attempt(&self) -> LeasedAttempt<'_> {
         LeasedAttempt {
             id: self.id.as_str(),
             attempt: self.attempt,
@@ -74,7 +83,7 @@ impl Claim {
     }
 
     /// The attempt, for whoever ends it because its runner is gone. `by` is a token of the caller.
-    pub fn lost_attempt<'a>(
+    pub(crate) fn lost_attempt<'a>(
         &'a self,
         by: &'a str,
         reason: Reason,

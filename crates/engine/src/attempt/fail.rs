@@ -21,7 +21,9 @@ use store::types::crash_points::CrashPoint;
 /// committed or awaits its commit.
 #[derive(Debug)]
 pub struct StartFailure {
+    /// Why the program could not be started.
     pub error: AttemptError,
+    /// The record of the attempt. `None`: as far as is known, the database has no row for the attempt.
     pub record: Option<Box<Record>>,
 }
 

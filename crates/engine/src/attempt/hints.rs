@@ -13,13 +13,15 @@ use serde::{Deserialize, Serialize};
 use store::types::escaping::{escape_terminal, quote_for_shell};
 
 /// How much of the end of standard error is searched.
-pub const LOOK_BYTES: usize = 64 * 1024;
+const LOOK_BYTES: usize = 64 * 1024;
+/// The most hints of one attempt.
 pub const HINTS_MAX: usize = 5;
 /// How many paths are looked up on the host. The program chose the paths, and a lookup may be slow.
 const LOOKUPS_MAX: usize = 32;
 const PATH_BYTES_MAX: usize = 1024;
 const NAME_CHARS_MAX: usize = 80;
 
+/// What a hint is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HintKind {
@@ -27,19 +29,28 @@ pub enum HintKind {
     HiddenPath,
     /// A path that is hidden for a good reason.
     KeptOut,
+    /// The network, which is off, or a service of this host, which cannot be reached.
     Network,
+    /// A module, package or shared library that the runtime does not have.
     Module,
+    /// The workspace, /dev/shm or the host's disk is full.
     Space,
+    /// The program tried to write to a path that is read-only.
     ReadOnly,
+    /// Memory ran out.
     Memory,
+    /// A process or thread could not be started.
     Processes,
+    /// A process had too many files open, or all processes together had.
     OpenFiles,
     /// A library or program in a tree from which nothing may be executed.
     NotExecutable,
 }
 
+/// A guess why a program failed, for the person who started it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hint {
+    /// What the hint is about.
     pub kind: HintKind,
     /// One line, safe for a terminal, that starts with "guess:".
     pub text: String,
@@ -50,19 +61,27 @@ pub struct Hint {
 pub struct HostPath {
     /// The path with every symlink resolved: a link with a harmless name may lead anywhere.
     pub real: PathBuf,
+    /// What is at the path.
     pub kind: HostPathKind,
 }
 
+/// What is at a path on the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostPathKind {
+    /// A regular file.
     File,
+    /// A directory.
     Directory,
+    /// Anything else.
     Other,
 }
 
+/// How much of a limited space was used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpaceUsage {
+    /// The most bytes that were used.
     pub used_bytes: u64,
+    /// How many bytes may be used.
     pub limit_bytes: u64,
 }
 
@@ -70,7 +89,9 @@ pub struct SpaceUsage {
 pub struct HintFacts<'a> {
     /// Paths readable inside, as the program names them.
     pub visible: &'a [PathBuf],
+    /// The path of the workspace, which is the same inside.
     pub workspace: &'a Path,
+    /// The directory of the project on the host.
     pub project: &'a Path,
     /// The host directory of the caller's own script, if one was given.
     pub script_dir: Option<&'a Path>,
@@ -78,12 +99,17 @@ pub struct HintFacts<'a> {
     pub homes: &'a [PathBuf],
     /// Looks up a path on the host. Called at most 32 times.
     pub on_host: &'a dyn Fn(&Path) -> Option<HostPath>,
+    /// Whether the program has no network.
     pub network_off: bool,
+    /// The workspace. `None`: its use is not known.
     pub disk: Option<SpaceUsage>,
+    /// /dev/shm. `None`: its use is not known.
     pub shm: Option<SpaceUsage>,
     /// The prefix of the runtime that runs the program. `None`: the system's.
     pub runtime: Option<&'a Path>,
+    /// How many processes the kernel killed at the memory limit.
     pub oom_kills: u64,
+    /// How often a new process or thread was refused at the limit.
     pub pids_denied: u64,
 }
 

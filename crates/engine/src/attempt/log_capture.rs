@@ -21,6 +21,7 @@ pub struct LogCapture {
 /// Bytes that a program has just printed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutputChunk<'a> {
+    /// All the bytes.
     pub bytes: &'a [u8],
     /// The part of `bytes` that belongs to the head. Of later bytes only the end is kept, and which bytes those are is
     /// known at the end.
@@ -30,10 +31,15 @@ pub struct OutputChunk<'a> {
 /// One stream after its end: `head`, then `dropped_bytes` that are gone, then `tail`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CapturedLog {
+    /// The beginning of the stream.
     pub head: Vec<u8>,
+    /// How many bytes between `head` and `tail` were dropped.
     pub dropped_bytes: u64,
+    /// What is kept of the rest of the stream: its end.
     pub tail: Vec<u8>,
+    /// How many bytes the program printed.
     pub total_bytes: u64,
+    /// Whether bytes were dropped.
     pub truncated: bool,
 }
 
@@ -49,6 +55,7 @@ impl LogCapture {
         }
     }
 
+    /// Takes the next bytes of the stream.
     pub fn push<'a>(&mut self, bytes: &'a [u8]) -> OutputChunk<'a> {
         self.total_bytes += bytes.len() as u64;
         let (head, rest) = bytes.split_at(self.head_share(bytes));
@@ -64,6 +71,7 @@ impl LogCapture {
         OutputChunk { bytes, head }
     }
 
+    /// Ends the stream, and returns what is kept of it.
     pub fn finish(mut self) -> CapturedLog {
         let kept = self.head.len() as u64 + self.tail.len() as u64;
         let truncated = self.total_bytes > kept;

@@ -13,7 +13,7 @@
 //! | `ExecutedAttempt::commit` | `commit` | `ExecutedAttempt` | `AttemptToRelease`: and the committed record | `ended`, `logs_kept`, `outcome_written` |
 //! | `finalize_attempt` | `finalize` | `EndedAttempt` | the committed record | `collected`, `manifest_written`, `object_moved`, `objects_durable`, `transaction_open`, `committed` |
 //! | `AttemptToRelease::release` | `release` | `AttemptToRelease` | `CompletedRun` | `workspace_removed`, `post_processed`, `marked`, `finished` |
-//! | `AbortedAttempt::record` | `fail` | `AbortedAttempt` | `StartFailure` | `begun`, `logs_kept` to `committed`, `post_processed` and `marked`, as far as they are due |
+//! | `AbortedAttempt::record` | `fail` | `AbortedAttempt` | `StartFailure` | `begun` and `logs_kept` to `committed`, `post_processed` and `marked`, as far as they are due |
 //!
 //! The row in the database is begun (`row`) by whichever transition finds `RowState::NotBegun` when it needs the row:
 //! `execute`; `fill`, if there are many inputs; or `fail`.
@@ -29,24 +29,24 @@
 
 mod claim;
 mod commit;
-pub mod context;
+pub(crate) mod context;
 pub mod error;
 mod execute;
-pub mod fail;
+pub(crate) mod fail;
 mod fill;
-pub mod finalize;
+pub(crate) mod finalize;
 pub mod hints;
 mod idle_timer;
 mod input_copy;
-pub mod isolation;
+pub(crate) mod isolation;
 mod limit;
 pub mod log_capture;
-pub mod observer;
-pub mod post_process;
+pub(crate) mod observer;
+pub(crate) mod post_process;
 pub mod record;
 pub mod record_builder;
 pub mod recorder;
-pub mod release;
+pub(crate) mod release;
 pub(crate) mod row;
 pub(crate) mod states;
 pub mod systemd_scope;

@@ -12,6 +12,7 @@ use crate::collect::CollectProgress;
 pub trait RunObserver {
     /// Called with everything that the program prints, including bytes that the log does not keep.
     fn output(&mut self, stream: Stream, chunk: OutputChunk<'_>);
+    /// Takes a message for the user that is not an error.
     fn notice(&mut self, _text: &str) {}
     /// How far collection has come. Called often.
     fn progress(&mut self, _progress: CollectProgress) {}
@@ -20,10 +21,13 @@ pub trait RunObserver {
     fn blocked_on(&self, _stream: Stream) -> Option<BorrowedFd<'_>> {
         None
     }
+    /// Called when the descriptor of [`blocked_on`](Self::blocked_on) has become writable.
     fn unblocked(&mut self, _stream: Stream) {}
+    /// A descriptor that is readable when [`next_control`](Self::next_control) has a request.
     fn control_fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
+    /// Takes the next request.
     fn next_control(&mut self) -> Option<Control> {
         None
     }

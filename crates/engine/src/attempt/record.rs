@@ -20,22 +20,31 @@ use store::types::manifest::{
 };
 use store::types::timings::Timings;
 
+/// The value of [`Record::schema`].
 pub const SCHEMA: &str = "fumehood.result/1";
 
+/// How an attempt ended. For results that `fumehood record` stored, the person who recorded them says it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
+    /// The program ended with exit code 0, and each pattern of `--expect` matches an output.
     Succeeded,
+    /// The program ended with another exit code, a signal killed it, or a pattern of `--expect` matches no output.
     Failed,
+    /// The program reached its limit of wall time, CPU time or idle time.
     TimedOut,
+    /// The program reached its memory limit.
     OutOfMemory,
+    /// The program reached its limit of disk space, file size, files, processes or open files.
     LimitExceeded,
+    /// Somebody cancelled the run.
     Cancelled,
     /// Fumehood's error, never the program's.
     Error,
 }
 
 impl Status {
+    /// The word for this status in documents and in the database.
     pub fn as_str(self) -> &'static str {
         State::from(self).as_str()
     }
@@ -59,27 +68,43 @@ impl From<Status> for State {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reason {
+    /// The program ended by itself.
     Exit,
+    /// A signal killed the program.
     Signal,
+    /// The program ran for longer than its limit of wall time.
     WallTime,
+    /// The program used more CPU time than its limit.
     CpuTime,
+    /// The program printed nothing and used hardly any CPU for longer than its limit of idle time.
     IdleTime,
+    /// The kernel killed processes of the program at the memory limit.
     OomKilled,
+    /// Fumehood measured that the program used more memory than its limit. The kernel killed none of its processes for
+    /// that.
     MemoryWatch,
+    /// The files of the program took more space than its limit.
     Disk,
+    /// SIGXFSZ killed the program: the kernel sends it when a file would grow beyond the disk limit.
     FileSize,
+    /// The program had more files than its limit.
     Files,
     /// More processes than allowed, on a host where only the watch counts them.
     Pids,
     /// All processes together had more files open than one run's share of what the host allows.
     OpenFiles,
+    /// Somebody cancelled the run.
     Cancelled,
     /// Something outside killed init before it could report the outcome.
     InitLost,
+    /// Some process could not be shown dead, and nothing else is known about the end.
     Unkillable,
     /// Fumehood could not start the program. The message names the step that failed.
     NotStarted,
+    /// The program was not found, or its interpreter. For a queued request of another user, this may also mean
+    /// that no runtime may be shown.
     NotFound,
+    /// The program may not be executed, or the kernel refused to execute it.
     NotExecutable,
     /// The runner died before the outcome of the program was known.
     RunnerLost,
@@ -99,6 +124,7 @@ pub enum Reason {
 }
 
 impl Reason {
+    /// The word for this reason in documents and in the database.
     pub fn as_str(self) -> &'static str {
         match self {
             Reason::Exit => "exit",
@@ -131,7 +157,7 @@ impl Reason {
 }
 
 /// Status and reason, from the outcome of the sandbox.
-pub fn status_of(outcome: &Outcome) -> (Status, Reason) {
+pub(crate) fn status_of(outcome: &Outcome) -> (Status, Reason) {
     // If some process cannot be shown dead, keep what is known: why the run was stopped, or how its first process
     // ended.
     if !outcome.all_dead && outcome.stop.is_none() && outcome.exit.is_none() {
@@ -173,19 +199,23 @@ pub fn status_of(outcome: &Outcome) -> (Status, Reason) {
     }
 }
 
+/// What is kept of one output stream.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogSummary {
     /// Valid UTF-8 as it is; other bytes as `\xNN`, a backslash as `\\`. A gap is marked `\[fumehood: …]`.
     pub text: String,
+    /// How many bytes the program printed.
     pub bytes: u64,
+    /// Whether bytes were dropped because of the log limit.
     pub truncated: bool,
+    /// How many bytes were dropped.
     pub dropped_bytes: u64,
 }
 
 impl LogSummary {
     /// Leaves the text out: it may be several times as large as the bytes, so it is made only where a document is
     /// printed.
-    pub fn without_text(captured: &CapturedLog) -> LogSummary {
+    pub(crate) fn without_text(captured: &CapturedLog) -> LogSummary {
         LogSummary {
             text: String::new(),
             bytes: captured.total_bytes,
@@ -195,8 +225,10 @@ impl LogSummary {
     }
 }
 
+/// How the program was confined.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Isolation {
+    /// The level of confinement. `None`: nothing was started.
     pub level: Option<IsolationLevel>,
     /// The ABI version of Landlock, if that layer was in force.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -205,29 +237,40 @@ pub struct Isolation {
     pub layers: BTreeMap<Layer, String>,
 }
 
+/// A limit of the run, and what enforces it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitEntry {
     /// The value in force, requested or default: in milliseconds, bytes, thousandths of a CPU, or a count.
     pub asked: u64,
+    /// The mechanism, in words.
     pub enforced_by: String,
+    /// Whether the mechanism keeps the program within the limit, or Fumehood measures the use and stops the run.
     pub how_hard: Hardness,
 }
 
+/// When the program ran.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Times {
     /// Unix time in milliseconds.
     pub started_ms: u64,
+    /// Unix time in milliseconds. If nothing ran, this and `started_ms` are when the record was made.
     pub ended_ms: u64,
+    /// How many milliseconds the program ran, without the time that Fumehood needed before and after. 0 if nothing ran.
     pub wall_ms: u64,
 }
 
 /// An output, as documents list it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OutputSummary {
+    /// The path below the workspace.
     pub path: OutputPath,
+    /// The length of the file.
     pub bytes: u64,
+    /// Guessed from the first bytes and the file's extension. Says nothing about safety.
     pub media_type: String,
+    /// The hash of the content.
     pub blake3: ContentHash,
+    /// When the file was last changed, as Unix time in milliseconds. The program can set it, so it proves nothing.
     pub modified_ms: i64,
 }
 
@@ -248,12 +291,19 @@ impl From<&Output> for OutputSummary {
 pub struct CollectionSummary {
     /// The program succeeded, and no content that it left is missing.
     pub complete: bool,
+    /// The sum of the lengths of all outputs. A file with several names counts once for each.
     pub bytes: u64,
+    /// How many files and other entries were refused, each for the reason in its remark.
     pub refused: u64,
+    /// What was not taken, or not as it was: the first 1,000.
     pub remarks: Vec<RemarkedPath>,
+    /// How many remarks of each kind there are, also of those that `remarks` does not list.
     pub remark_counts: BTreeMap<Remark, u64>,
+    /// How many inputs the program did not change. They are not outputs.
     pub inputs_unchanged: u64,
+    /// How many files in cache directories were left out.
     pub cached: u64,
+    /// How many files match no pattern of `--output`. They are not outputs.
     pub not_asked: u64,
     /// Patterns of `--expect` that no output matches.
     pub missing: Vec<String>,
@@ -262,7 +312,7 @@ pub struct CollectionSummary {
 }
 
 impl CollectionSummary {
-    pub fn new(
+    pub(crate) fn new(
         collected: &CollectedOutputs,
         missing: &[String],
         result_note: Option<String>,
@@ -282,11 +332,13 @@ impl CollectionSummary {
     }
 }
 
+/// Where the result of an attempt is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CommitState {
     /// Nothing is recorded, because of `--db none` or because the run did not get that far.
     Unrecorded,
+    /// Record and outputs are in the database and the artifact store.
     Committed,
     /// Another process ended this attempt meanwhile. The outputs are stored as another attempt beside it.
     Superseded,
@@ -298,9 +350,12 @@ pub enum CommitState {
     Awaited,
 }
 
+/// Where the result of an attempt is, and why it is not in the database.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CommitSummary {
+    /// Where the result is.
     pub state: CommitState,
+    /// The database that has the record, without a password. `None`: no database has the result.
     pub database: Option<String>,
     /// What prevented the commit.
     pub message: Option<String>,
@@ -309,41 +364,69 @@ pub struct CommitSummary {
 /// How the configured post_process command went.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PostProcessReport {
+    /// Whether the command succeeded.
     pub done: bool,
+    /// Why the command failed or could not be run. `None`: it succeeded.
     pub message: Option<String>,
 }
 
 /// One attempt's result: what `--json` prints and what is committed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
+    /// Always [`SCHEMA`].
     pub schema: String,
+    /// The id of the analysis.
     pub id: AnalysisId,
+    /// The number of the attempt. The first is 1.
     pub attempt: u32,
+    /// How the attempt ended.
     pub status: Status,
+    /// Says more than `status`.
     pub reason: Reason,
-    /// What went wrong on Fumehood's side, for status `error`.
+    /// What went wrong on Fumehood's side, for status `error`; or which patterns of `--expect` match no output.
     pub message: Option<String>,
+    /// The exit code of the program, from 0 to 255. `None`: a signal killed the program, its end is not known,
+    /// or it never ran.
     pub exit_code: Option<i32>,
+    /// The number of the signal that killed the program. `None`: no signal is known to have
+    /// killed it.
     pub signal: Option<i32>,
+    /// When the program ran.
     pub times: Times,
+    /// The user and system time of all processes, in milliseconds.
     pub cpu_ms: u64,
+    /// The most memory that the run used at one time. `None`: it was not measured.
     pub memory_peak_bytes: Option<u64>,
+    /// The most processes that the run had at one time. `None`: they were not counted.
     pub pids_peak: Option<u64>,
+    /// The most bytes that the workspace and the private /tmp were seen to hold.
     pub disk_bytes: u64,
+    /// The most files that they were seen to hold.
     pub files: u64,
+    /// How many processes the kernel killed at the run's memory limit. The program may have survived that.
     pub oom_kills: u64,
+    /// What the program printed to standard output.
     pub stdout: LogSummary,
+    /// What the program printed to standard error.
     pub stderr: LogSummary,
+    /// The path of the workspace on the host, which is the same inside. For results that `fumehood record` stored: the
+    /// directory that they are from, or `/` if only a file was named.
     pub workspace: PathBuf,
     /// Unix seconds; `null` when the workspace is gone.
     pub kept_until: Option<u64>,
+    /// How the program was confined.
     pub isolation: Isolation,
+    /// What enforced each limit. Empty if nothing was started; a limit that is off has no entry.
     pub limits: BTreeMap<LimitName, LimitEntry>,
+    /// The outputs, sorted by path.
     pub outputs: Vec<OutputSummary>,
+    /// What collection took and what it did not take.
     pub collection: CollectionSummary,
+    /// Where the result is.
     pub commit: CommitSummary,
     /// `null`: no command is configured, or it has not run yet.
     pub post_process: Option<PostProcessReport>,
+    /// At most five guesses why the program failed. They never decide the status.
     pub hints: Vec<Hint>,
     /// What the user should know and is not an error: for example a runtime that was shown, or a limit that is only
     /// watched.
@@ -353,7 +436,7 @@ pub struct Record {
     pub timings: Option<Timings>,
 }
 
-pub fn limit_entries(list: &[Enforcement]) -> BTreeMap<LimitName, LimitEntry> {
+pub(crate) fn limit_entries(list: &[Enforcement]) -> BTreeMap<LimitName, LimitEntry> {
     let entry = |e: &Enforcement| LimitEntry {
         asked: e.asked,
         enforced_by: e.enforced_by.clone(),

@@ -15,8 +15,11 @@ use store::{Location, Store, StoreError};
 /// The database and the artifact store of an attempt. Each is opened when it is needed. The connection is not kept
 /// while a program runs for hours.
 pub struct Recorder {
+    /// Where the database is.
     pub location: Location,
+    /// The directory of the artifact store.
     pub artifacts_at: PathBuf,
+    /// The command to run after each commit. `None`: no command is configured.
     pub post_process: Option<PostProcessSettings>,
     /// How long a statement waits for another process's lock. `None`: the store's default.
     pub lock_wait_ms: Option<u64>,
@@ -68,6 +71,7 @@ impl Recorder {
         })
     }
 
+    /// A recorder for this database and artifact store. Nothing is opened yet.
     pub fn new(
         location: Location,
         artifacts_at: PathBuf,
@@ -88,7 +92,7 @@ impl Recorder {
     }
 
     /// A recorder for the same database with a connection of its own, for another thread.
-    pub fn new_connection(&self) -> Recorder {
+    pub(crate) fn new_connection(&self) -> Recorder {
         let (location, artifacts_at) = (self.location.clone(), self.artifacts_at.clone());
         let mut new_connection = Recorder::new(location, artifacts_at, self.post_process.clone());
         new_connection.lock_wait_ms = self.lock_wait_ms;
@@ -97,7 +101,7 @@ impl Recorder {
 
     /// Lets statements wait ten minutes for a lock, for callers that lose more by giving up. SQLite has one writer at a
     /// time and lets the others wait in no order, and each write may be slow on a busy disk.
-    pub fn wait_long_for_locks(&mut self) {
+    pub(crate) fn wait_long_for_locks(&mut self) {
         const PATIENT_MS: u64 = 10 * 60 * 1000;
         if let Location::Sqlite(_) = self.location {
             self.lock_wait_ms = Some(PATIENT_MS);
@@ -105,6 +109,8 @@ impl Recorder {
         }
     }
 
+    /// Returns the connection to the database, and opens it first if there is none. Fails for good if files of the
+    /// database were moved or removed while a program ran.
     pub fn store(&mut self) -> Result<&mut Store, CommitError> {
         if !self.is_in_place()
             && let Some(store) = self.store.take()
@@ -187,6 +193,7 @@ impl Recorder {
         answer.map_err(|e| self.database_error(e))
     }
 
+    /// Opens the artifact store.
     pub fn artifacts(&self) -> Result<Artifacts, CommitError> {
         Ok(Artifacts::open(&self.artifacts_at)?)
     }
@@ -242,6 +249,7 @@ impl Recorder {
         self.with(|store| store.next_attempt_number(id.as_str()))
     }
 
+    /// Adds to an error of the database which database it is.
     pub fn database_error(&self, source: StoreError) -> CommitError {
         CommitError::Database {
             database: self.location.to_string(),

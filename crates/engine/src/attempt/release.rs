@@ -17,8 +17,11 @@ use store::types::crash_points::{self, CrashPoint};
 
 /// The record of a run that took place, and what the program printed.
 pub struct CompletedRun {
+    /// The record of the attempt.
     pub record: Record,
+    /// What the program printed to standard output.
     pub stdout: CapturedLog,
+    /// What the program printed to standard error.
     pub stderr: CapturedLog,
 }
 

@@ -11,8 +11,12 @@ use crate::request::{RequestedLimit, RequestedLimits};
 
 const MEMORY_DEFAULT_MAX: u64 = 4 << 30;
 
+/// Why a limit of a request does not hold on this host.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum LimitError {
+    /// The request sets the limit explicitly, only a weaker watch can enforce it here, and the request does not accept
+    /// that.
     #[error(
         "the {limit} limit cannot be enforced firmly on this host: {why}; run as root or in a delegated cgroup, \
          or accept a weaker watch with --allow-degraded {limit}",
@@ -172,15 +176,18 @@ pub fn quota_project_ids(uid: u32) -> impl Iterator<Item = u32> {
 /// Where the bytes of the workspace are. The record says so.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorkspaceStorage {
+    /// A disk without a project quota. A watch measures the files.
     Disk,
     /// A file system with project quotas.
     Quota,
     /// `--workspace disk` on a tmpfs: its bytes count as memory too.
     DiskOnTmpfs,
+    /// A tmpfs of the run's own.
     Memory,
 }
 
 impl WorkspaceStorage {
+    /// Whether the program has a workspace on disk or in memory.
     pub fn kind(self) -> WorkspaceKind {
         match self {
             WorkspaceStorage::Disk | WorkspaceStorage::Quota | WorkspaceStorage::DiskOnTmpfs => {
@@ -194,9 +201,11 @@ impl WorkspaceStorage {
 /// The properties of a run that decide which mechanism enforces its limits.
 #[derive(Clone, Copy, Debug)]
 pub struct EnforcementContext {
+    /// The level of confinement.
     pub level: ConfinementLevel,
     /// The program runs with a leased uid.
     pub has_own_uid: bool,
+    /// Where the bytes of the workspace are.
     pub storage: WorkspaceStorage,
 }
 
@@ -220,7 +229,7 @@ impl EnforcementContext {
 }
 
 /// Whether the run's own cgroup firmly enforces memory and CPUs, so that limits of outer cgroups need not be read.
-pub fn group_suffices(group: &Group) -> bool {
+pub(crate) fn group_suffices(group: &Group) -> bool {
     let firm = |name| group.enforces(name).map(|e| e.how_hard) == Some(Hardness::Hard);
     firm(LimitName::Memory) && firm(LimitName::Cpus)
 }

@@ -10,7 +10,7 @@
 //! - `visible_paths.rs`: arguments that name files which the program would not find.
 //! - `paths.rs`, `views.rs`: operations on paths and lists of views.
 //! - `limits.rs`: which limits hold, and by which mechanism.
-//! - `spec.rs` and `environment.rs`: [`build_spec`] makes the sandbox's spec from a plan.
+//! - `spec.rs` and `environment.rs`: `build_spec` makes the sandbox's spec from a plan.
 //! - `submit_inputs.rs`: [`resolve_submit_inputs`] decides which files travel with a submission.
 //! - `error.rs`: [`PlanError`].
 
@@ -37,6 +37,7 @@ mod world_readable;
 pub use error::PlanError;
 pub use links::resolve_writable_directory;
 pub use path_checks::PrivatePaths;
-pub use planning::{Plan, may_reveal_path, plan};
-pub use spec::{StartParameters, build_spec, workspace_links};
+pub(crate) use planning::may_reveal_path;
+pub use planning::{Plan, plan};
+pub(crate) use spec::{StartParameters, build_spec, workspace_links};
 pub use submit_inputs::{SubmitInputs, resolve_submit_inputs};

@@ -53,6 +53,7 @@ impl InputDirectory {
 
 /// Fumehood's own paths, which no view may show.
 pub struct PrivatePaths<'a> {
+    /// The directory of [`Home`](crate::home::Home).
     pub home: &'a Path,
     /// The artifact store and, if it is a file, the database. They need not be below the home.
     pub records: &'a [PathBuf],

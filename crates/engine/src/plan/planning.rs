@@ -19,22 +19,29 @@ use crate::settings::Request;
 /// Everything about a run that is decided before anything is created.
 #[derive(Clone, Debug)]
 pub struct Plan {
+    /// The path of the program to execute.
     pub program: PathBuf,
+    /// The arguments, from argument zero.
     pub argv: Vec<OsString>,
+    /// What to show read-only, in the order in which to mount it.
     pub views: Vec<ReadOnlyView>,
     /// The files to copy in: source, and name in the workspace.
     pub inputs: Vec<(PathBuf, PathBuf)>,
     /// Resolved: without symlinks and `..`.
     pub workspace_root: PathBuf,
+    /// The directory of the project, resolved.
     pub project: PathBuf,
     /// The home directories of this host. Hints use them to recognise private paths.
     pub homes: Vec<PathBuf>,
     /// The file to pipe to standard input, resolved.
     pub stdin: Option<PathBuf>,
+    /// The runtime that the program needs.
     pub runtime: Runtime,
+    /// Messages for the user: which runtime is shown, and which modules are copied.
     pub notices: Vec<String>,
 }
 
+/// Plans the run of a request. `private` has the paths of Fumehood itself, which nothing may show.
 pub fn plan(
     request: &Request,
     caller: &CallerEnvironment,

@@ -13,15 +13,18 @@ use crate::request::{Command, SiblingModules, Stdin};
 use crate::settings::Request;
 use store::types::input_name;
 
+/// The files that travel with a submission, and the directories of the worker's host that it names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SubmitInputs {
     /// For a script, its path is the name in the workspace; the script is the first of `inputs`.
     pub command: Command,
     /// The files to copy: resolved source, and name in the workspace.
     pub inputs: Vec<(PathBuf, PathBuf)>,
+    /// The file to pipe to standard input, resolved. `None`: the submission names no file for it.
     pub stdin: Option<PathBuf>,
     /// The directory that was named, or the project's own.
     pub data: Option<PathBuf>,
+    /// As `data`, for the directory `docs`.
     pub docs: Option<PathBuf>,
     /// The runtime that was requested, or the environment that the caller has activated.
     pub runtime: Option<PathBuf>,

@@ -1,8 +1,8 @@
-//! The files that travel with a submission: [`Bundle`] reads them where the submission is made, [`lay_out`] writes
+//! The files that travel with a submission: [`Bundle`] reads them where the submission is made, `lay_out` writes
 //! them where it runs.
 //!
 //! Reading follows the rules of `workspace/copy_in/source.rs`: open each file once, do not follow links, and judge the
-//! file by its descriptor. Whoever can write to the database controls what [`lay_out`] gets. Therefore [`lay_out`] checks
+//! file by its descriptor. Whoever can write to the database controls what `lay_out` gets. Therefore `lay_out` checks
 //! all names again, creates each file exclusively, and accepts content only if its hash matches.
 
 use std::collections::{HashMap, HashSet};
@@ -27,50 +27,65 @@ use store::types::submission::{
 
 /// Names in the directory in which a submission is laid out: the directory of inputs, and the file that becomes
 /// standard input.
-pub const INPUTS: &str = "inputs";
-pub const STDIN: &str = "stdin";
+pub(crate) const INPUTS: &str = "inputs";
+pub(crate) const STDIN: &str = "stdin";
 
 /// The most bytes in one [`ContentPool`], which holds the content of a whole batch of submissions.
-pub const POOL_BYTES_MAX: u64 = 1 << 30;
+pub(crate) const POOL_BYTES_MAX: u64 = 1 << 30;
 
+/// Why a submission's files cannot be read, or cannot be laid out.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum BundleError {
+    /// A file cannot be read, or may not be an input.
     #[error("input")]
     Copy(#[from] CopyError),
+    /// The name of an input in the workspace is not allowed.
     #[error("input")]
     Name(#[from] InputNameError),
+    /// With this file, one submission would have more bytes than it may.
     #[error(
         "the inputs are more than {} with {path:?}, and all of them travel with a submission; show large data with --read or --data instead",
         store::types::units::format_size(INPUT_BYTES_MAX)
     )]
     TooManyBytes { path: PathBuf },
+    /// With this file, one submission would have more files and directories than it may.
     #[error(
         "the inputs are more than {INPUT_FILES_MAX} files with {path:?}, and all of them travel with a submission; show large data with --read or --data instead"
     )]
     TooManyFiles { path: PathBuf },
+    /// With this file, the submissions of one batch would have more bytes together than they may.
     #[error(
         "the inputs of all lines together are more than {} with {path:?}; submit the batch in parts, or show large data with --read or --data",
         store::types::units::format_size(POOL_BYTES_MAX)
     )]
     PoolFull { path: PathBuf },
+    /// A name in this input, or the target of a symlink, is not UTF-8.
     #[error("input {path:?}: its name is not UTF-8 text, which a submission must be")]
     NotText { path: PathBuf },
+    /// Two inputs have this name in the workspace, or one of them lies below the other, which is not a directory.
     #[error("{name:?} is among the inputs already; give another name with --input PATH:NAME")]
     DuplicateName { name: PathBuf },
+    /// Read standard input.
     #[error("read standard input for the submission")]
     Stdin(#[source] std::io::Error),
+    /// The submission breaks a rule for submissions.
     #[error(transparent)]
     Submission(#[from] SubmissionError),
+    /// Fetch the content with this hash.
     #[error("fetch the content {hash} of the submission")]
     Fetch {
         hash: ContentHash,
         #[source]
         source: Box<dyn Error + Send + Sync>,
     },
+    /// The database does not have the content with this hash.
     #[error("the content {hash} of the submission is not in the database")]
     ContentMissing { hash: ContentHash },
+    /// The database has other content under this hash.
     #[error("the content {hash} of the submission does not match its hash in the database")]
     ContentMismatch { hash: ContentHash },
+    /// Create or write this file of the submission.
     #[error("lay out {name:?} of the submission")]
     LayOut {
         name: PathBuf,
@@ -87,6 +102,7 @@ pub struct ContentPool {
 }
 
 impl ContentPool {
+    /// Returns the content with this hash, or `None` if the pool does not have it.
     pub fn get(&self, hash: &ContentHash) -> Option<Arc<Vec<u8>>> {
         self.contents.get(hash).cloned()
     }
@@ -109,7 +125,9 @@ impl ContentPool {
 /// The files of one submission.
 #[derive(Default)]
 pub struct Bundle {
+    /// The files, directories and symlinks. A directory precedes what it contains.
     pub items: Vec<InputItem>,
+    /// The hash of the content of standard input. `None`: standard input is empty.
     pub stdin: Option<ContentHash>,
     names: HashSet<PathBuf>,
     bytes: u64,
@@ -288,12 +306,12 @@ impl SourceVisitor for BundledSource<'_> {
 }
 
 /// Fetches content by its hash; `None` if there is no such content.
-pub type FetchContent<'a> =
+pub(crate) type FetchContent<'a> =
     dyn FnMut(&ContentHash) -> Result<Option<Vec<u8>>, Box<dyn Error + Send + Sync>> + 'a;
 
 /// Writes a submission's files to `staged`, an empty directory that nobody else can reach: inputs below [`INPUTS`],
 /// standard input as [`STDIN`]. On failure part of the files remain; the caller removes the directory.
-pub fn lay_out(
+pub(crate) fn lay_out(
     submission: &Submission,
     staged: BorrowedFd<'_>,
     fetch: &mut FetchContent<'_>,

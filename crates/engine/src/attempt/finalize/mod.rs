@@ -12,10 +12,10 @@
 //! `manifest_builder` (what to take, and the final record), `output_transfer` (files into the artifact store), `logs`,
 //! `transaction`.
 
-pub mod ended_attempt;
+pub(crate) mod ended_attempt;
 mod logs;
 pub(crate) mod manifest_builder;
-pub mod outcome_file;
+pub(crate) mod outcome_file;
 pub(crate) mod output_transfer;
 mod transaction;
 

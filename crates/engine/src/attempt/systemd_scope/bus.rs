@@ -20,20 +20,29 @@ const LINE_BYTES_MAX: usize = 256;
 /// How many messages may arrive before the reply.
 const OTHERS_MAX: usize = 1000;
 
+/// Why a call to the service manager failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum BusError {
+    /// Connect to the socket.
     #[error("connect to the service manager")]
     Connect(#[source] io::Error),
+    /// Send the handshake or a message.
     #[error("send to the service manager")]
     Send(#[source] io::Error),
+    /// Receive an answer.
     #[error("receive from the service manager")]
     Receive(#[source] io::Error),
+    /// The answer did not come before the deadline.
     #[error("the service manager did not answer in time")]
     TimedOut,
+    /// The other end does not accept this process as the user with this uid.
     #[error("the service manager does not accept this process as uid {0}")]
     NotAuthenticated(u32),
+    /// The other end sent something that is not D-Bus, or more than is read.
     #[error("the service manager sent something that is not D-Bus")]
     Malformed,
+    /// The service manager answered with an error.
     #[error("the service manager refused: {message} ({name})")]
     Refused { name: String, message: String },
 }

@@ -36,19 +36,26 @@ const LOOK_AGAIN: Duration = Duration::from_millis(5);
 pub enum ScopeMembership {
     /// The host has cgroup v1 or no cgroups, so systemd cannot help.
     NotNeeded,
+    /// The process can create cgroups where it is.
     AlreadyDelegated,
     /// The manager moved this process into this scope, which ends with the process.
     Scope(String),
 }
 
+/// Why systemd gave this process no scope.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum ScopeError {
+    /// systemd is not the init of this host or container.
     #[error("systemd does not manage this host's cgroups")]
     NoSystemd,
+    /// The process is part of a Slurm job, whose limits and accounting it would leave.
     #[error("this process is part of a Slurm job and stays in it")]
     InJob,
+    /// The process is in a cgroup that is not a scope or service of systemd.
     #[error("cgroup {0:?} is not a unit of systemd, so this process stays in it")]
     NotSystemds(PathBuf),
+    /// A limit of the process's cgroup would not hold in a new scope.
     #[error(
         "cgroup {group:?} limits this process by its {file}, and a new scope would not have that limit: {instead}"
     )]
@@ -58,16 +65,21 @@ pub enum ScopeError {
         /// What the person who set that limit can do instead.
         instead: &'static str,
     },
+    /// The user's runtime directory belongs to another user, or its mode is not 0700.
     #[error(
         "{0:?} is not private to this user, so Fumehood does not look for a service manager in it"
     )]
     RuntimeDirectory(PathBuf),
+    /// Open the user's runtime directory.
     #[error("open the runtime directory {path:?}")]
     OpenRuntimeDirectory { path: PathBuf, source: io::Error },
+    /// Ask the service manager to start the scope.
     #[error("ask systemd for a scope")]
     Ask(#[source] BusError),
+    /// systemd agreed to start the scope of this name, and did not move the process into it in time.
     #[error("systemd did not move this process into {0} in time")]
     NotMoved(String),
+    /// Get random bytes for the name of the scope.
     #[error("get random bytes")]
     Random(#[source] io::Error),
 }
@@ -93,7 +105,7 @@ pub fn ensure_delegated() -> Result<&'static ScopeMembership, &'static ScopeErro
 /// The same for a process that must outlive its unit: it gets a scope in the same slice even if it can create cgroups
 /// already. [`ensure_delegated`] returns the same result from then on. On an error the process has stayed in the unit,
 /// and may still be able to create cgroups there.
-pub fn ensure_own_scope() -> Result<&'static ScopeMembership, &'static ScopeError> {
+pub(crate) fn ensure_own_scope() -> Result<&'static ScopeMembership, &'static ScopeError> {
     membership(ScopePurpose::OwnScope)
 }
 
@@ -102,7 +114,7 @@ fn membership(purpose: ScopePurpose) -> Result<&'static ScopeMembership, &'stati
 }
 
 /// Why this process could not be put into a scope, if that was tried.
-pub fn move_error() -> Option<&'static ScopeError> {
+pub(crate) fn move_error() -> Option<&'static ScopeError> {
     MEMBERSHIP.get()?.as_ref().err()
 }
 

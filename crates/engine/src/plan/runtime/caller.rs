@@ -12,6 +12,7 @@ use super::host_files::{self, LinkPolicy};
 pub struct CallerEnvironment {
     /// PATH.
     pub path: OsString,
+    /// The current directory. Relative paths of the request start here.
     pub cwd: PathBuf,
     /// Those of HOME, VIRTUAL_ENV, CONDA_PREFIX, PYENV_VERSION, R_LIBS and R_LIBS_USER that are set.
     pub env: BTreeMap<OsString, OsString>,

@@ -69,7 +69,9 @@ pub struct Runtime {
 /// visible, is also shown read-only at `at`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RuntimeAlias {
+    /// The further path at which the directory is shown.
     pub at: PathBuf,
+    /// The path of the directory.
     pub source: PathBuf,
 }
 
