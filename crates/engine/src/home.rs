@@ -51,7 +51,7 @@ pub enum HomeError {
 
 impl HomeError {
     /// Whether the file is not a document of Fumehood: a power cut tore it, or somebody overwrote it.
-    pub fn is_torn(&self) -> bool {
+    pub(crate) fn is_torn(&self) -> bool {
         let torn = [io::ErrorKind::UnexpectedEof, io::ErrorKind::InvalidData];
         matches!(self, HomeError::Read { source, .. } if torn.contains(&source.kind()))
     }
@@ -177,7 +177,7 @@ pub fn boot_seconds() -> Option<i64> {
     line.trim().parse().ok()
 }
 
-pub fn unix_ms() -> u64 {
+pub(crate) fn unix_ms() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.map_or(0, |d| d.as_millis() as u64)
 }

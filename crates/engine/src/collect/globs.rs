@@ -7,11 +7,11 @@ use globset::{Candidate, GlobBuilder, GlobSet, GlobSetBuilder};
 use store::types::manifest::{Output, OutputPath};
 
 /// The most patterns, and the most bytes in one: compiled patterns take memory.
-pub const GLOBS_MAX: usize = 64;
-pub const GLOB_BYTES_MAX: usize = 512;
+pub(crate) const GLOBS_MAX: usize = 64;
+pub(crate) const GLOB_BYTES_MAX: usize = 512;
 /// The most wildcards, classes and alternatives in all patterns together. Memory and matching time grow with them,
 /// and a project's file may contain patterns.
-pub const WILDCARDS_MAX: usize = 256;
+pub(crate) const WILDCARDS_MAX: usize = 256;
 
 #[derive(Debug, thiserror::Error)]
 pub enum GlobError {
@@ -97,7 +97,7 @@ impl Globs {
     }
 
     /// The given patterns that match none of the outputs.
-    pub fn unmatched(&self, outputs: &[Output]) -> Vec<String> {
+    pub(crate) fn unmatched(&self, outputs: &[Output]) -> Vec<String> {
         let mut missing = vec![true; self.given.len()];
         let mut matched = Vec::new();
         for output in outputs {

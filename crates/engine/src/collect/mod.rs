@@ -48,7 +48,7 @@ use std::os::fd::BorrowedFd;
 
 use rustix::io::Errno;
 
-pub use globs::{GLOB_BYTES_MAX, GLOBS_MAX, GlobError, Globs};
+pub use globs::{GlobError, Globs};
 
 use serde::{Deserialize, Serialize};
 
@@ -57,14 +57,15 @@ use find::{CachePolicy, FoundFiles, LinkedFile};
 use shortlist::{Candidate, RemarkList, displayed_path};
 use store::artifacts::files;
 use store::artifacts::hashing::HashThreads;
-pub use store::types::manifest::{COMPONENT_BYTES_MAX, PATH_BYTES_MAX};
-use store::types::manifest::{CollectedOutputs, ContentHash, Output, OutputPath, Remark};
+use store::types::manifest::{
+    COMPONENT_BYTES_MAX, CollectedOutputs, ContentHash, Output, OutputPath, PATH_BYTES_MAX, Remark,
+};
 
 /// The most inputs that can be listed before a run. They are held in memory until it ends.
-pub const STAGED_INPUTS_MAX: u64 = 100_000;
+pub(crate) const STAGED_INPUTS_MAX: u64 = 100_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CollectionBounds {
+pub(crate) struct CollectionBounds {
     /// The length of all outputs together. Each name of a file counts.
     pub total_bytes: u64,
     pub file_bytes: u64,
@@ -76,14 +77,14 @@ pub struct CollectionBounds {
 
 /// An input as it was before the run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StagedInput {
+pub(crate) struct StagedInput {
     pub path: OutputPath,
     pub bytes: u64,
     pub blake3: ContentHash,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct CollectionRules<'a> {
+pub(crate) struct CollectionRules<'a> {
     pub bounds: CollectionBounds,
     /// Only files of this user are collected.
     pub owner_uid: u32,
@@ -97,7 +98,7 @@ pub struct CollectionRules<'a> {
 
 /// What to do about a mode that forbids reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ModePolicy {
+pub(crate) enum ModePolicy {
     /// Change it: the workspace was made for this run and will be removed.
     Override,
     /// Leave it: the directory belongs to somebody else.
@@ -139,7 +140,7 @@ pub enum CollectError {
 }
 
 /// Lists what to keep of the directory. Every process that could write to it must be dead.
-pub fn collect(
+pub(crate) fn collect(
     dir: BorrowedFd<'_>,
     rules: &CollectionRules<'_>,
     progress: &mut dyn FnMut(CollectProgress),
@@ -155,7 +156,7 @@ pub fn collect(
 
 /// Lists the inputs before the program starts, including caches, sorted by path. Entries other than regular files of
 /// the owner are not listed; if they still exist at the end, they get a remark then.
-pub fn list_staged_inputs(
+pub(crate) fn list_staged_inputs(
     dir: BorrowedFd<'_>,
     owner_uid: u32,
 ) -> Result<Vec<StagedInput>, CollectError> {

@@ -34,19 +34,19 @@ pub const VERSION: u32 = 1;
 /// The most inputs that are listed. The rest is included in the counts and the hash.
 pub const INPUTS_MAX: usize = 1_000;
 /// The most arguments, and the most variables, that are listed.
-pub const STRINGS_MAX: usize = 1_000;
+pub(crate) const STRINGS_MAX: usize = 1_000;
 /// The most bytes of one argument or value. A program given with `-c` should fit.
-pub const STRING_BYTES_MAX: usize = 64 << 10;
+pub(crate) const STRING_BYTES_MAX: usize = 64 << 10;
 /// The most bytes of all arguments, and of all variables.
-pub const STRINGS_BYTES_MAX: usize = 512 << 10;
+pub(crate) const STRINGS_BYTES_MAX: usize = 512 << 10;
 const PATH_BYTES_MAX: usize = 4096;
 const NOTES_MAX: usize = 50;
 /// The end of a text that was cut.
-pub const CUT: &str = "\\[cut]";
+pub(crate) const CUT: &str = "\\[cut]";
 
 /// What the caller knows. Paths are canonical.
 #[derive(Clone, Copy, Debug)]
-pub struct ProvenanceFacts<'a> {
+pub(crate) struct ProvenanceFacts<'a> {
     /// The arguments as the program gets them.
     pub argv: &'a [OsString],
     pub rights: InspectionRights,
@@ -186,14 +186,14 @@ pub struct ProvenanceSubmitter {
 
 /// Whose rights this process has when it looks at the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum InspectionRights {
+pub(crate) enum InspectionRights {
     /// Rights that the requester has too.
     SharedWithCaller,
     /// Rights that the requester may not have. Nothing is read that only the request names.
     WorkerOnly,
 }
 
-pub fn gather(facts: &ProvenanceFacts<'_>) -> Provenance {
+pub(crate) fn gather(facts: &ProvenanceFacts<'_>) -> Provenance {
     let mut notes = Notes::default();
     let (argv, argv_left_out) = bounded_list(facts.argv, |arg| {
         let text = bounded_text(arg.as_bytes(), STRING_BYTES_MAX);

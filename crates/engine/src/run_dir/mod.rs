@@ -30,9 +30,10 @@ mod state_files;
 #[allow(clippy::unwrap_used)]
 mod tests;
 
-pub use claim::{attempt_exists, attempt_exists_with_key};
+pub(crate) use claim::{attempt_exists, attempt_exists_with_key};
 pub use dir::RunDir;
-pub use record::{
-    CommitPlan, ProcessIdentity, RECORD_VERSION, RunRecord, RunState, new_attempt_key,
-};
-pub use state_files::{Durability, StateFile, tail_name};
+#[cfg(test)]
+pub(crate) use record::RECORD_VERSION;
+pub use record::{CommitPlan, ProcessIdentity, RunRecord, RunState, new_attempt_key};
+pub use state_files::StateFile;
+pub(crate) use state_files::{Durability, tail_name};

@@ -13,7 +13,7 @@ use store::types::analysis_id::AnalysisId;
 /// What recovery must know of an attempt. It is written before the things that it names are created.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunRecord {
-    pub version: u32,
+    pub(crate) version: u32,
     pub id: AnalysisId,
     #[serde(default = "first_attempt")]
     pub attempt: u32,
@@ -22,23 +22,23 @@ pub struct RunRecord {
     pub runner_pid: u32,
     pub workspace: PathBuf,
     /// A name that nobody else knows. The workspace is created under it and then renamed.
-    pub draft: PathBuf,
+    pub(crate) draft: PathBuf,
     /// The identity of the workspace after its creation: proof that the directory belongs to this run.
     #[serde(rename = "workspace_is")]
-    pub workspace_identity: Option<DirectoryIdentity>,
-    pub uid: Option<u32>,
+    pub(crate) workspace_identity: Option<DirectoryIdentity>,
+    pub(crate) uid: Option<u32>,
     /// The project whose quota limits the workspace, where the file system has project quotas.
     #[serde(default)]
-    pub project_quota: Option<u32>,
+    pub(crate) project_quota: Option<u32>,
     pub cgroups: Vec<PathBuf>,
     /// For a quarantined run: its init, which ends after every other process of the run. Its lock on the workspace is
     /// no proof of life: the kernel closes a process's files before it waits for the rest of the pid namespace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub init: Option<ProcessIdentity>,
+    pub(crate) init: Option<ProcessIdentity>,
     pub state: RunState,
     /// `workspace create` made the workspace, so it is the user's to remove, whatever happens.
     #[serde(default)]
-    pub prepared: bool,
+    pub(crate) prepared: bool,
     /// `None`: nothing is recorded, and recovery only removes what is left.
     #[serde(rename = "task", default)]
     pub commit_plan: Option<CommitPlan>,
@@ -58,7 +58,7 @@ pub struct ProcessIdentity {
 
 impl ProcessIdentity {
     /// `None`: there is no such process, or it has ended.
-    pub fn of(pid: u32) -> Option<ProcessIdentity> {
+    pub(crate) fn of(pid: u32) -> Option<ProcessIdentity> {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         // The process name may contain anything; the fields follow the last parenthesis.
         let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
@@ -67,7 +67,7 @@ impl ProcessIdentity {
         (!matches!(state, "Z" | "X")).then_some(ProcessIdentity { pid, started })
     }
 
-    pub fn is_alive(self) -> bool {
+    pub(crate) fn is_alive(self) -> bool {
         ProcessIdentity::of(self.pid) == Some(self)
     }
 }
@@ -84,14 +84,14 @@ pub struct CommitPlan {
     pub collection: CollectionSettings,
     /// The artifact store for the outputs, whoever finishes the attempt: its path and its id.
     pub artifacts: PathBuf,
-    pub artifacts_id: String,
+    pub(crate) artifacts_id: String,
     /// The database has, or had, a row for the attempt.
     pub begun: bool,
     /// The workspace is in memory and disappears with the runner.
     pub memory: bool,
     /// The workspace's files belong to the user who runs Fumehood now. The leased uid may be in use by another run.
     #[serde(rename = "taken_over")]
-    pub workspace_reowned: bool,
+    pub(crate) workspace_reowned: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -114,11 +114,11 @@ pub enum RunState {
     Recorded,
 }
 
-pub const RECORD_VERSION: u32 = 1;
+pub(crate) const RECORD_VERSION: u32 = 1;
 
 impl RunRecord {
     /// The record of an attempt for which nothing was created yet.
-    pub fn new(id: &AnalysisId, root: &Path, number: u32) -> RunRecord {
+    pub(crate) fn new(id: &AnalysisId, root: &Path, number: u32) -> RunRecord {
         RunRecord {
             version: RECORD_VERSION,
             id: id.clone(),

@@ -70,14 +70,14 @@ pub struct SettingEntry {
     pub place: SettingPlace,
     pub value: SettingValue,
     /// The directory to which relative paths in the value are relative.
-    pub base: PathBuf,
+    pub(crate) base: PathBuf,
 }
 
 /// The settings of one file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileSettings {
     pub entries: Vec<SettingEntry>,
-    pub post_process: Option<PostProcessSettings>,
+    pub(crate) post_process: Option<PostProcessSettings>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -222,7 +222,7 @@ fn file_entry(
 }
 
 /// Reads the settings among the caller's environment variables.
-pub fn from_variables(
+pub(crate) fn from_variables(
     env: &BTreeMap<OsString, OsString>,
     cwd: &Path,
 ) -> Result<Vec<SettingEntry>, SettingError> {
@@ -263,7 +263,10 @@ fn is_reserved(name: &OsStr) -> bool {
 }
 
 /// Reads the settings that were given as options.
-pub fn from_flags(given: GivenSettings, cwd: &Path) -> Result<Vec<SettingEntry>, SettingError> {
+pub(crate) fn from_flags(
+    given: GivenSettings,
+    cwd: &Path,
+) -> Result<Vec<SettingEntry>, SettingError> {
     given
         .into_iter()
         .map(|(key, words)| {
@@ -298,7 +301,7 @@ fn unknown_variable(name: &OsStr) -> SettingError {
     }
 }
 
-pub fn check_allowed(rule: PlaceRule, place: &SettingPlace) -> Result<(), SettingError> {
+pub(crate) fn check_allowed(rule: PlaceRule, place: &SettingPlace) -> Result<(), SettingError> {
     match rule {
         PlaceRule::Yes => Ok(()),
         PlaceRule::No(reason) => Err(SettingError::NotThere {
@@ -334,7 +337,7 @@ fn toml_words(value: &toml::Value, place: &SettingPlace) -> Result<Vec<OsString>
 }
 
 impl SettingEntry {
-    pub fn new(
+    pub(crate) fn new(
         place: SettingPlace,
         words: Vec<OsString>,
         base: &Path,
@@ -391,7 +394,7 @@ impl SettingEntry {
     }
 }
 
-pub fn number(place: &SettingPlace, text: &str) -> Result<SettingValue, SettingError> {
+pub(crate) fn number(place: &SettingPlace, text: &str) -> Result<SettingValue, SettingError> {
     let kind = place.setting.kind;
     let bounds = kind.bounds().unwrap_or(super::table::NumberBounds {
         least: 0,
@@ -444,7 +447,7 @@ fn switch(place: &SettingPlace, text: &str) -> Result<bool, SettingError> {
 
 /// Joins a relative path to `base`. Leaves `..` for the kernel to resolve: removing it from the text gives the wrong
 /// directory after a symlink.
-pub fn absolute(path: &OsStr, base: &Path) -> PathBuf {
+pub(crate) fn absolute(path: &OsStr, base: &Path) -> PathBuf {
     base.join(path).components().collect()
 }
 

@@ -18,27 +18,27 @@ use super::suggestion::{did_you_mean, excerpt, nearest};
 use super::table::{self, Key, SETTINGS, Setting};
 
 /// The path of the operator's policy. No variable and no option changes it.
-pub const POLICY_PATH: &str = "/etc/fumehood/policy.toml";
+pub(crate) const POLICY_PATH: &str = "/etc/fumehood/policy.toml";
 
 const ENTRIES_MAX: usize = 10_000;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
-    pub path: PathBuf,
-    pub floor: IsolationLevel,
+    pub(crate) path: PathBuf,
+    pub(crate) floor: IsolationLevel,
     /// Layers without which a run may not start, whatever its level.
-    pub layers: BTreeSet<Layer>,
+    pub(crate) layers: BTreeSet<Layer>,
     /// Whether a run at level `landlock` may use the host's /dev/shm.
-    pub host_shared_memory: bool,
+    pub(crate) host_shared_memory: bool,
     /// `None`: the policy does not restrict what may be read.
-    pub readable_roots: Option<Vec<PathBuf>>,
+    pub(crate) readable_roots: Option<Vec<PathBuf>>,
     /// The only database in which results may be recorded; `None`: the caller chooses.
     pub db: Option<String>,
     /// Whether to refuse a run that is not recorded.
-    pub record_required: bool,
-    pub post_process: Option<PostProcessSettings>,
+    pub(crate) record_required: bool,
+    pub(crate) post_process: Option<PostProcessSettings>,
     /// Names of variables whose values are not recorded; a star at the end matches every continuation.
-    pub secret_env: Vec<String>,
+    pub(crate) secret_env: Vec<String>,
     ceilings: BTreeMap<Key, u64>,
     env_pass: Option<Vec<NamePattern>>,
     degraded: BTreeSet<LimitName>,
@@ -173,7 +173,7 @@ impl Policy {
     }
 
     /// Whether the caller's variable of that name may be passed on.
-    pub fn passes_env(&self, name: &OsStr) -> bool {
+    pub(crate) fn passes_env(&self, name: &OsStr) -> bool {
         let Some(patterns) = &self.env_pass else {
             return true;
         };
@@ -186,7 +186,7 @@ impl Policy {
         })
     }
 
-    pub fn allows_degraded(&self, limit: LimitName) -> bool {
+    pub(crate) fn allows_degraded(&self, limit: LimitName) -> bool {
         self.degraded.contains(&limit)
     }
 }

@@ -18,15 +18,16 @@ const HOUR_MS: u64 = 3600 * SECOND_MS;
 const YEAR_MS: u64 = 365 * 24 * HOUR_MS;
 
 /// execve accepts no longer string (MAX_ARG_STRLEN).
-pub const ENV_BYTES_MAX: usize = 128 << 10;
+pub(crate) const ENV_BYTES_MAX: usize = 128 << 10;
 
 /// Names a file that contains what `FUMEHOOD_DB` would; `record.rs` reads it.
-pub const DB_FILE_VARIABLE: &str = "FUMEHOOD_DB_FILE";
+pub(crate) const DB_FILE_VARIABLE: &str = "FUMEHOOD_DB_FILE";
 /// Variables that other code reads; they are not settings of the table below.
-pub const RESERVED_VARIABLES: [&str; 3] = ["FUMEHOOD_HOME", DB_FILE_VARIABLE, "FUMEHOOD_LOG"];
+pub(crate) const RESERVED_VARIABLES: [&str; 3] =
+    ["FUMEHOOD_HOME", DB_FILE_VARIABLE, "FUMEHOOD_LOG"];
 /// The prefix of variables with which Fumehood's own tests pass requirements.
-pub const TEST_PREFIX: &str = "FUMEHOOD_TEST_";
-pub const VARIABLE_PREFIX: &str = "FUMEHOOD_";
+pub(crate) const TEST_PREFIX: &str = "FUMEHOOD_TEST_";
+pub(crate) const VARIABLE_PREFIX: &str = "FUMEHOOD_";
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NumberBounds {
@@ -207,19 +208,19 @@ settings! {
 }
 
 /// The ends of a program after which `--retry-on` may ask for another attempt.
-pub const RETRY_ON: [State; 4] = [
+pub(crate) const RETRY_ON: [State; 4] = [
     State::Failed,
     State::TimedOut,
     State::OutOfMemory,
     State::LimitExceeded,
 ];
-pub const KEY_CHARS_MAX: usize = 200;
+pub(crate) const KEY_CHARS_MAX: usize = 200;
 
-pub fn limit_names() -> String {
+pub(crate) fn limit_names() -> String {
     LimitName::ALL.map(LimitName::as_str).join(", ")
 }
 
-pub fn limit_name(name: &str) -> Option<LimitName> {
+pub(crate) fn limit_name(name: &str) -> Option<LimitName> {
     LimitName::ALL
         .into_iter()
         .find(|limit| limit.as_str() == name)
@@ -247,7 +248,7 @@ impl Setting {
 
     /// Whether the policy can set a ceiling. There is none for `free_reserve`: more free space harms nobody, and
     /// operators would mistake a ceiling for a required reserve.
-    pub fn has_ceiling(&self) -> bool {
+    pub(crate) fn has_ceiling(&self) -> bool {
         self.kind.bounds().is_some() && self.key != Key::FreeReserve
     }
 
@@ -276,7 +277,7 @@ impl SettingKind {
         }
     }
 
-    pub fn parse_number(self, text: &str) -> Result<u64, UnitError> {
+    pub(crate) fn parse_number(self, text: &str) -> Result<u64, UnitError> {
         match self {
             Duration(_) => units::parse_duration_ms(text),
             Size(_) => units::parse_size(text),
@@ -286,7 +287,7 @@ impl SettingKind {
     }
 
     /// Returns text that [`SettingKind::parse_number`] reads as exactly this number.
-    pub fn exact(self, number: u64) -> String {
+    pub(crate) fn exact(self, number: u64) -> String {
         match self {
             Duration(_) => format!("{number}ms"),
             Cpus(_) => format!("{}.{:03}", number / 1000, number % 1000),

@@ -59,7 +59,7 @@ pub struct WorkerSettings {
 
 /// What a worker has reserved for an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReservedCapacity {
+pub(crate) struct ReservedCapacity {
     pub memory_bytes: u64,
     pub cpu_milli: u64,
     /// The CPUs for a request that asks for no number of them: all that the worker has.
@@ -84,7 +84,11 @@ impl WorkerSettings {
     }
 
     /// Makes the request of a submission whose files are staged in `staged`. Reads nothing of this process and no file.
-    pub fn request(&self, submission: &Submission, staged: &Path) -> Result<Request, ConfigError> {
+    pub(crate) fn request(
+        &self,
+        submission: &Submission,
+        staged: &Path,
+    ) -> Result<Request, ConfigError> {
         submission.check().map_err(ConfigError::Submission)?;
         let mut merged = self.merged.clone();
         for (name, value) in &submission.settings {
@@ -134,7 +138,10 @@ impl WorkerSettings {
 impl Request {
     /// Bounds memory and CPUs by what the worker has reserved. The worker read that from columns of the queue, so a
     /// request that asks for more is refused. A limit that the request leaves open becomes what is reserved for it.
-    pub fn within_reservation(&self, reserved: ReservedCapacity) -> Result<Request, ConfigError> {
+    pub(crate) fn within_reservation(
+        &self,
+        reserved: ReservedCapacity,
+    ) -> Result<Request, ConfigError> {
         let bound =
             |limit: Option<RequestedLimit<u64>>, asked_max: u64, default_max: u64| match limit
                 .filter(|limit| limit.explicit)

@@ -16,7 +16,7 @@
 mod claiming;
 mod error;
 mod event;
-pub mod lease_renewal;
+pub(crate) mod lease_renewal;
 mod maintenance;
 mod name;
 mod options;
