@@ -15,10 +15,12 @@ const TIMEOUT_LEAST_MS: u64 = 1000;
 const TIMEOUT_MOST_MS: u64 = 365 * 24 * 3600 * 1000;
 const WORDS_MAX: usize = 1000;
 
+/// A command that Fumehood runs unconfined after each commit, from the user's `config.toml` or the policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PostProcessSettings {
     /// The program, as an absolute path, and its arguments.
     pub command: Vec<String>,
+    /// How long the command may take before it is killed, in milliseconds.
     pub timeout_ms: u64,
 }
 

@@ -29,20 +29,27 @@ pub(crate) const RESERVED_VARIABLES: [&str; 3] =
 pub(crate) const TEST_PREFIX: &str = "FUMEHOOD_TEST_";
 pub(crate) const VARIABLE_PREFIX: &str = "FUMEHOOD_";
 
+/// What a numeric setting accepts, in the unit of its kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NumberBounds {
+    /// The smallest number.
     pub least: u64,
+    /// The largest number.
     pub most: u64,
+    /// Whether `off` may stand instead of a number.
     pub off: OffWord,
 }
 
 /// Whether the word `off` switches the limit off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffWord {
+    /// `off` means no limit.
     Allowed,
+    /// The setting always has a number.
     Refused,
 }
 
+/// What values a setting has, and in which unit numbers are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SettingKind {
     /// Milliseconds.
@@ -51,10 +58,15 @@ pub enum SettingKind {
     Size(NumberBounds),
     /// Thousandths of a CPU.
     Cpus(NumberBounds),
+    /// A number of things.
     Count(NumberBounds),
+    /// One of these words.
     Word(&'static [&'static str]),
+    /// A path. A relative one is relative to the directory of its source.
     Path,
+    /// Any text.
     Text,
+    /// True or false.
     Switch,
     /// Texts of all sources together, instead of those of the strongest source.
     List,
@@ -66,17 +78,26 @@ pub type GivenSettings = Vec<(Key, Vec<OsString>)>;
 /// Whether a setting may appear in one kind of source; if not, why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlaceRule {
+    /// It may.
     Yes,
+    /// It may not, for this reason.
     No(&'static str),
 }
 
+/// One row of the table: what is the same for all values of a setting.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Setting {
+    /// Identifies the setting in code.
     pub key: Key,
+    /// The key in files. The option and the variable are derived from it.
     pub name: &'static str,
+    /// What values it has.
     pub kind: SettingKind,
+    /// Whether the user's `config.toml` may set it.
     pub user_file: PlaceRule,
+    /// Whether the project's `fumehood.toml` may set it.
     pub project_file: PlaceRule,
+    /// Whether a `FUMEHOOD_*` variable may set it.
     pub variable: PlaceRule,
     /// In a submission in the queue. Whoever can write to the database can write one.
     pub queue: PlaceRule,
@@ -84,9 +105,12 @@ pub struct Setting {
 
 macro_rules! settings {
     ($($key:ident $name:literal $kind:expr, $user:expr, $project:expr, $variable:expr, $queue:expr;)*) => {
+        /// Identifies a setting.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[allow(missing_docs, reason = "docs/configuration.md describes each setting")]
         pub enum Key { $($key),* }
 
+        /// All settings, in the order of [`Key`].
         pub static SETTINGS: &[Setting] = &[$(Setting {
             key: Key::$key,
             name: $name,
@@ -227,6 +251,7 @@ pub(crate) fn limit_name(name: &str) -> Option<LimitName> {
 }
 
 impl Key {
+    /// Returns the setting's row in the table.
     pub fn setting(self) -> &'static Setting {
         // The macro writes the enum and the table from one list, so they have one order.
         &SETTINGS[self as usize]
@@ -234,14 +259,17 @@ impl Key {
 }
 
 impl Setting {
+    /// Finds a setting by its key in files.
     pub fn named(name: &str) -> Option<&'static Setting> {
         SETTINGS.iter().find(|setting| setting.name == name)
     }
 
+    /// Returns the option, such as `--cpu-time`.
     pub fn flag(&self) -> String {
         format!("--{}", self.name.replace('_', "-"))
     }
 
+    /// Returns the name of the environment variable, such as `FUMEHOOD_CPU_TIME`.
     pub fn variable_name(&self) -> String {
         format!("{VARIABLE_PREFIX}{}", self.name.to_ascii_uppercase())
     }
@@ -295,6 +323,7 @@ impl SettingKind {
         }
     }
 
+    /// Returns the number with its unit, for people. It may be rounded.
     pub fn show(self, number: u64) -> String {
         match self {
             Duration(_) => units::format_duration(number),

@@ -51,6 +51,7 @@ const OTHER_USERS_MAX: [(Key, u64); 4] = [
 /// What a worker decides about every submission that it runs, from its own options, variables and files and the policy.
 /// It is resolved once, before any submission is read.
 pub struct WorkerSettings {
+    /// Where the worker's queue and results are.
     pub record: RecordSettings,
     /// The policy, and the entries of [`WORKER_SETTINGS`].
     merged: MergedSettings,
@@ -60,7 +61,9 @@ pub struct WorkerSettings {
 /// What a worker has reserved for an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ReservedCapacity {
+    /// The memory that the attempt counts for.
     pub memory_bytes: u64,
+    /// Thousandths of a CPU that the attempt counts for.
     pub cpu_milli: u64,
     /// The CPUs for a request that asks for no number of them: all that the worker has.
     pub cpu_milli_max: u64,
