@@ -32,6 +32,7 @@ pub struct ReapReport {
     pub finished: Vec<Record>,
     /// Attempts that wait for something that the reaper cannot do, and for what.
     pub waiting: Vec<String>,
+    /// What failed, as messages. The next pass tries it again.
     pub problems: Vec<String>,
 }
 

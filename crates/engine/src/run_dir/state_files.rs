@@ -21,12 +21,16 @@ const WRITE_BUFFER_BYTES: usize = 64 << 10;
 pub enum StateFile {
     /// The inputs that were copied into the workspace. The file is called `puts.json` for historical reasons.
     StagedInputs,
+    /// What the result was made from.
     Provenance,
+    /// How the program ended.
     Outcome,
+    /// The list of outputs.
     Manifest,
 }
 
 impl StateFile {
+    /// Returns the name of the file in the run directory.
     pub fn name(self) -> &'static str {
         match self {
             StateFile::StagedInputs => "puts.json",
