@@ -3,7 +3,7 @@
 //! Assume that an attacker wrote everything in the workspace. Collection moves nothing, changes only modes that
 //! forbid reading, and executes or parses nothing:
 //!
-//! - The walk is that of [`crate::workspace::tree`]: it starts from the held directory, uses one component at a time,
+//! - The walk is that of `crate::workspace::tree`: it starts from the held directory, uses one component at a time,
 //!   follows no symlink and enters no mount. Only regular files that belong to the run are opened, with `openat2`
 //!   under the same rules and without blocking. Each file is pinned and checked before it is opened, checked to be
 //!   the same file after it was opened, and checked to be unchanged after it was hashed.
@@ -110,21 +110,29 @@ pub(crate) enum ModePolicy {
 pub enum CollectProgress {
     /// Entries looked at. The count starts again once if files have several names.
     Walked {
+        /// How many so far.
         entries: u64,
     },
+    /// Bytes hashed.
     Hashed {
+        /// How many so far.
         bytes: u64,
+        /// How many are expected in all. It grows if a file must be read once more.
         of: u64,
     },
 }
 
+/// Why a collection ended without a list of outputs. The program is not to blame.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum CollectError {
+    /// The working directory itself could not be read.
     #[error("read the working directory of the analysis")]
     Top {
         #[source]
         source: Errno,
     },
+    /// An entry could not be examined because this host is short of memory or descriptors.
     #[error(
         "look at {path:?} in the working directory: this host is short of memory or descriptors; repeat it when it is not"
     )]
@@ -133,6 +141,7 @@ pub enum CollectError {
         #[source]
         source: Errno,
     },
+    /// The inputs are too many to list before the run.
     #[error(
         "the inputs are more than {STAGED_INPUTS_MAX} files, or have very long paths; show them with --read instead of copying them"
     )]

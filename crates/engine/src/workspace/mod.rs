@@ -20,24 +20,34 @@ use serde::{Deserialize, Serialize};
 use crate::workspace::tree::TreeError;
 use store::types::analysis_id::AnalysisId;
 
+/// Why a workspace could not be made, used or removed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum WorkspaceError {
+    /// The directory for workspaces could not be opened or examined.
     #[error("use {root:?} for workspaces")]
     Root { root: PathBuf, source: io::Error },
+    /// Others could replace a workspace in the directory for workspaces.
     #[error(
         "{root:?} can be written by others and is not sticky (chmod +t), so anyone could replace a workspace in it; choose another --workspace-root"
     )]
     RootNotSafe { root: PathBuf },
+    /// Something exists already where the workspace would be.
     #[error("{path:?} exists already and is not touched; remove it, or choose another --id")]
     Exists { path: PathBuf },
+    /// A process still holds the workspace's lock.
     #[error("the workspace {path:?} is still held by a process of its analysis")]
     InUse { path: PathBuf },
+    /// The workspace's directory could not be made.
     #[error("make the workspace {path:?}")]
     Make { path: PathBuf, source: io::Error },
+    /// A link could not be made in the workspace.
     #[error("make the link {name:?} in the workspace; an input has the same name")]
     Link { name: PathBuf, source: io::Error },
+    /// The workspace could not be removed completely.
     #[error("remove the workspace {path:?}")]
     Remove { path: PathBuf, source: TreeError },
+    /// The workspace's files could not be given another owner.
     #[error("take over the workspace {path:?}")]
     TakeOver { path: PathBuf, source: TreeError },
 }
@@ -46,7 +56,9 @@ pub enum WorkspaceError {
 /// same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DirectoryIdentity {
+    /// The number of the file system's device.
     pub(crate) device: u64,
+    /// The inode number.
     pub(crate) inode: u64,
     /// Seconds and nanoseconds; `None` if the file system does not report a birth time.
     pub(crate) born: Option<(i64, u32)>,
