@@ -30,14 +30,18 @@ const INPUTS: &str = "inputs";
 /// What a runner is to do. It has no `Debug`: it contains the key of the attempt, and the request may contain secrets.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunnerOrder {
+    /// The format of the order: [`ORDER_VERSION`].
     pub(crate) version: u32,
+    /// The attempt, and the lease on it.
     #[serde(flatten)]
     pub claim: Claim,
     /// JSON of [`store::types::submission::Submission`].
     pub(crate) request: String,
+    /// Who submitted the analysis.
     pub(crate) submitter: String,
     /// What the attempt counts for in the worker's sums.
     pub(crate) memory_bytes: u64,
+    /// The same for CPUs, in thousandths of one.
     pub(crate) cpu_milli: u64,
     /// All CPUs that the worker has. A request that asks for no number may use them.
     pub(crate) cpu_milli_max: u64,
