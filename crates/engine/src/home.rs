@@ -7,51 +7,66 @@ use std::path::{Path, PathBuf};
 
 use store::types::analysis_id::AnalysisId;
 
+/// Why the home, or the run directory of an analysis in it, cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum HomeError {
+    /// No variable says where the home should be.
     #[error("find a home for Fumehood: set FUMEHOOD_HOME, or HOME, to an absolute path")]
     NoHome,
+    /// `FUMEHOOD_HOME` is not an absolute path.
     #[error("FUMEHOOD_HOME is {path:?}; it must be an absolute path")]
     Relative { path: PathBuf },
+    /// A directory could not be created or examined.
     #[error("make the directory {path:?}")]
     Make { path: PathBuf, source: io::Error },
+    /// A directory belongs to another user, or others may write to it.
     #[error(
         "{path:?} belongs to another user or can be written by others; chmod 700 it, or set FUMEHOOD_HOME to a directory of your own"
     )]
     NotPrivate { path: PathBuf },
+    /// Another process holds the run directory of the analysis, or an attempt of it is not cleaned up yet.
     #[error(
         "analysis {id} is running already, or its directory is being cleaned up; choose another --id, or wait for it"
     )]
     Running { id: AnalysisId },
+    /// An ended attempt of the analysis has a workspace that is still kept.
     #[error(
         "analysis {id} left a kept workspace at {workspace:?}; remove it with `fumehood gc --kept {id}`, or choose another --id"
     )]
     Kept { id: AnalysisId, workspace: PathBuf },
+    /// An attempt of the analysis has ended and is not committed.
     #[error(
         "analysis {id} has ended and awaits its commit; finish it with `fumehood post-process {id}`"
     )]
     Pending { id: AnalysisId },
+    /// The analysis has a prepared workspace in which nothing has run.
     #[error(
         "analysis {id} has a workspace made by `fumehood workspace create`; run in it with `--in {id}`, or remove it with `fumehood workspace remove {id}`"
     )]
     Open { id: AnalysisId },
+    /// The analysis has no prepared workspace in this home.
     #[error("analysis {id} has no workspace here; make one with `fumehood workspace create {id}`")]
     NoWorkspace { id: AnalysisId },
+    /// The analysis has run in its prepared workspace and is not committed.
     #[error(
         "analysis {id} ran in its workspace already; commit it with `fumehood post-process {id}`, or remove it with `fumehood workspace remove {id}`"
     )]
     RanAlready { id: AnalysisId },
+    /// A run directory could not be opened or locked.
     #[error("lock {path:?}")]
     Lock { path: PathBuf, source: io::Error },
+    /// A file or directory below the home could not be written or removed.
     #[error("write {path:?}")]
     Write { path: PathBuf, source: io::Error },
+    /// A file below the home could not be read, or is not what Fumehood wrote.
     #[error("read {path:?}")]
     Read { path: PathBuf, source: io::Error },
 }
 
 impl HomeError {
     /// Whether the file is not a document of Fumehood: a power cut tore it, or somebody overwrote it.
-    pub fn is_torn(&self) -> bool {
+    pub(crate) fn is_torn(&self) -> bool {
         let torn = [io::ErrorKind::UnexpectedEof, io::ErrorKind::InvalidData];
         matches!(self, HomeError::Read { source, .. } if torn.contains(&source.kind()))
     }
@@ -70,6 +85,7 @@ impl Home {
         Home::find(&|name| std::env::var_os(name).map(PathBuf::from))
     }
 
+    /// Finds the home by the variables that `env` returns and by the effective uid. Creates nothing.
     pub fn find(env: &dyn Fn(&str) -> Option<PathBuf>) -> Result<Home, HomeError> {
         let root = rustix::process::geteuid().is_root();
         let absolute = |path: &PathBuf| path.is_absolute();
@@ -100,10 +116,12 @@ impl Home {
         Ok(self)
     }
 
+    /// Returns the home's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
+    /// Returns the directory of the run directories: `{id}/{attempt}` for each attempt that is not cleaned up yet.
     pub fn runs(&self) -> PathBuf {
         self.path.join("runs")
     }
@@ -119,10 +137,12 @@ impl Home {
         self.path.join("workers")
     }
 
+    /// Returns the path of the SQLite database that is used if no other is named.
     pub fn database(&self) -> PathBuf {
         self.path.join("fumehood.db")
     }
 
+    /// Returns the path of the artifact store that is used if no other is named.
     pub fn artifacts(&self) -> PathBuf {
         self.path.join("artifacts")
     }
@@ -177,11 +197,12 @@ pub fn boot_seconds() -> Option<i64> {
     line.trim().parse().ok()
 }
 
-pub fn unix_ms() -> u64 {
+pub(crate) fn unix_ms() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.map_or(0, |d| d.as_millis() as u64)
 }
 
+/// Returns the time in seconds since 1970, or 0 if the clock shows an earlier time.
 pub fn unix_seconds() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     now.map(|d| d.as_secs()).unwrap_or(0)

@@ -7,26 +7,33 @@ use globset::{Candidate, GlobBuilder, GlobSet, GlobSetBuilder};
 use store::types::manifest::{Output, OutputPath};
 
 /// The most patterns, and the most bytes in one: compiled patterns take memory.
-pub const GLOBS_MAX: usize = 64;
-pub const GLOB_BYTES_MAX: usize = 512;
+pub(crate) const GLOBS_MAX: usize = 64;
+pub(crate) const GLOB_BYTES_MAX: usize = 512;
 /// The most wildcards, classes and alternatives in all patterns together. Memory and matching time grow with them,
 /// and a project's file may contain patterns.
-pub const WILDCARDS_MAX: usize = 256;
+pub(crate) const WILDCARDS_MAX: usize = 256;
 
+/// Why patterns cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum GlobError {
+    /// There are too many patterns.
     #[error("{count} patterns are more than {GLOBS_MAX}; join some of them as {{a,b}}")]
     TooMany { count: usize },
+    /// A pattern is too long.
     #[error("the pattern {glob:?}... is longer than {GLOB_BYTES_MAX} bytes; shorten it with `*`")]
     TooLong { glob: String },
+    /// All patterns together have too many wildcards, classes and alternatives.
     #[error(
         "the patterns have more than {WILDCARDS_MAX} wildcards and alternatives together; use fewer, or take everything"
     )]
     TooManyWildcards,
+    /// The pattern is empty or absolute, or names no path below the working directory for another reason.
     #[error(
         "the pattern {glob:?} names no path below the working directory; write it as `plots/*.png`"
     )]
     NoPath { glob: String },
+    /// The pattern's syntax is wrong.
     #[error(
         "the pattern {glob:?} cannot be understood; put a backslash before a plain `[`, `{{`, `*` or `?`"
     )]
@@ -50,6 +57,7 @@ pub struct Globs {
 }
 
 impl Globs {
+    /// Compiles patterns. Their number, length and wildcards are bounded.
     pub fn new(globs: &[String]) -> Result<Globs, GlobError> {
         if globs.len() > GLOBS_MAX {
             return Err(GlobError::TooMany { count: globs.len() });
@@ -83,6 +91,7 @@ impl Globs {
         })
     }
 
+    /// Whether a pattern matches the whole path, or a directory above it.
     pub fn matches(&self, path: &OutputPath) -> bool {
         self.matches_bytes(path.as_bytes())
     }
@@ -97,7 +106,7 @@ impl Globs {
     }
 
     /// The given patterns that match none of the outputs.
-    pub fn unmatched(&self, outputs: &[Output]) -> Vec<String> {
+    pub(crate) fn unmatched(&self, outputs: &[Output]) -> Vec<String> {
         let mut missing = vec![true; self.given.len()];
         let mut matched = Vec::new();
         for output in outputs {

@@ -3,7 +3,7 @@
 //! Assume that an attacker wrote everything in the workspace. Collection moves nothing, changes only modes that
 //! forbid reading, and executes or parses nothing:
 //!
-//! - The walk is that of [`crate::workspace::tree`]: it starts from the held directory, uses one component at a time,
+//! - The walk is that of `crate::workspace::tree`: it starts from the held directory, uses one component at a time,
 //!   follows no symlink and enters no mount. Only regular files that belong to the run are opened, with `openat2`
 //!   under the same rules and without blocking. Each file is pinned and checked before it is opened, checked to be
 //!   the same file after it was opened, and checked to be unchanged after it was hashed.
@@ -48,7 +48,7 @@ use std::os::fd::BorrowedFd;
 
 use rustix::io::Errno;
 
-pub use globs::{GLOB_BYTES_MAX, GLOBS_MAX, GlobError, Globs};
+pub use globs::{GlobError, Globs};
 
 use serde::{Deserialize, Serialize};
 
@@ -57,14 +57,15 @@ use find::{CachePolicy, FoundFiles, LinkedFile};
 use shortlist::{Candidate, RemarkList, displayed_path};
 use store::artifacts::files;
 use store::artifacts::hashing::HashThreads;
-pub use store::types::manifest::{COMPONENT_BYTES_MAX, PATH_BYTES_MAX};
-use store::types::manifest::{CollectedOutputs, ContentHash, Output, OutputPath, Remark};
+use store::types::manifest::{
+    COMPONENT_BYTES_MAX, CollectedOutputs, ContentHash, Output, OutputPath, PATH_BYTES_MAX, Remark,
+};
 
 /// The most inputs that can be listed before a run. They are held in memory until it ends.
-pub const STAGED_INPUTS_MAX: u64 = 100_000;
+pub(crate) const STAGED_INPUTS_MAX: u64 = 100_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CollectionBounds {
+pub(crate) struct CollectionBounds {
     /// The length of all outputs together. Each name of a file counts.
     pub total_bytes: u64,
     pub file_bytes: u64,
@@ -76,14 +77,14 @@ pub struct CollectionBounds {
 
 /// An input as it was before the run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StagedInput {
+pub(crate) struct StagedInput {
     pub path: OutputPath,
     pub bytes: u64,
     pub blake3: ContentHash,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct CollectionRules<'a> {
+pub(crate) struct CollectionRules<'a> {
     pub bounds: CollectionBounds,
     /// Only files of this user are collected.
     pub owner_uid: u32,
@@ -97,7 +98,7 @@ pub struct CollectionRules<'a> {
 
 /// What to do about a mode that forbids reading.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ModePolicy {
+pub(crate) enum ModePolicy {
     /// Change it: the workspace was made for this run and will be removed.
     Override,
     /// Leave it: the directory belongs to somebody else.
@@ -109,21 +110,29 @@ pub enum ModePolicy {
 pub enum CollectProgress {
     /// Entries looked at. The count starts again once if files have several names.
     Walked {
+        /// How many so far.
         entries: u64,
     },
+    /// Bytes hashed.
     Hashed {
+        /// How many so far.
         bytes: u64,
+        /// How many are expected in all. It grows if a file must be read once more.
         of: u64,
     },
 }
 
+/// Why a collection ended without a list of outputs. The program is not to blame.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum CollectError {
+    /// The working directory itself could not be read.
     #[error("read the working directory of the analysis")]
     Top {
         #[source]
         source: Errno,
     },
+    /// An entry could not be examined because this host is short of memory or descriptors.
     #[error(
         "look at {path:?} in the working directory: this host is short of memory or descriptors; repeat it when it is not"
     )]
@@ -132,6 +141,7 @@ pub enum CollectError {
         #[source]
         source: Errno,
     },
+    /// The inputs are too many to list before the run.
     #[error(
         "the inputs are more than {STAGED_INPUTS_MAX} files, or have very long paths; show them with --read instead of copying them"
     )]
@@ -139,7 +149,7 @@ pub enum CollectError {
 }
 
 /// Lists what to keep of the directory. Every process that could write to it must be dead.
-pub fn collect(
+pub(crate) fn collect(
     dir: BorrowedFd<'_>,
     rules: &CollectionRules<'_>,
     progress: &mut dyn FnMut(CollectProgress),
@@ -155,7 +165,7 @@ pub fn collect(
 
 /// Lists the inputs before the program starts, including caches, sorted by path. Entries other than regular files of
 /// the owner are not listed; if they still exist at the end, they get a remark then.
-pub fn list_staged_inputs(
+pub(crate) fn list_staged_inputs(
     dir: BorrowedFd<'_>,
     owner_uid: u32,
 ) -> Result<Vec<StagedInput>, CollectError> {

@@ -3,7 +3,7 @@
 //! Gathering never fails. A value that could not be found is null, and `notes` says why. Nothing is executed and
 //! every part is bounded, since the code to be confined may have written much of what is read (a venv, a `.git`). All
 //! text goes through [`escape_text`], so it has no NUL and is UTF-8 for every database. Text that was too long ends
-//! in [`CUT`], which escaped text cannot contain otherwise.
+//! in `CUT`, which escaped text cannot contain otherwise.
 //!
 //! - `git/`: the commit of the project, read without git.
 //! - `packages.rs`: the installed packages of a runtime.
@@ -30,23 +30,24 @@ use store::types::escaping::escape_text;
 use store::types::manifest::ContentHash;
 use store::types::secret_values::{SecretReason, secret_reason};
 
+/// The version of the document's format.
 pub const VERSION: u32 = 1;
 /// The most inputs that are listed. The rest is included in the counts and the hash.
 pub const INPUTS_MAX: usize = 1_000;
 /// The most arguments, and the most variables, that are listed.
-pub const STRINGS_MAX: usize = 1_000;
+pub(crate) const STRINGS_MAX: usize = 1_000;
 /// The most bytes of one argument or value. A program given with `-c` should fit.
-pub const STRING_BYTES_MAX: usize = 64 << 10;
+pub(crate) const STRING_BYTES_MAX: usize = 64 << 10;
 /// The most bytes of all arguments, and of all variables.
-pub const STRINGS_BYTES_MAX: usize = 512 << 10;
+pub(crate) const STRINGS_BYTES_MAX: usize = 512 << 10;
 const PATH_BYTES_MAX: usize = 4096;
 const NOTES_MAX: usize = 50;
 /// The end of a text that was cut.
-pub const CUT: &str = "\\[cut]";
+pub(crate) const CUT: &str = "\\[cut]";
 
 /// What the caller knows. Paths are canonical.
 #[derive(Clone, Copy, Debug)]
-pub struct ProvenanceFacts<'a> {
+pub(crate) struct ProvenanceFacts<'a> {
     /// The arguments as the program gets them.
     pub argv: &'a [OsString],
     pub rights: InspectionRights,
@@ -71,62 +72,94 @@ pub struct ProvenanceFacts<'a> {
     pub reads: &'a [(PathBuf, PathBuf)],
 }
 
+/// What a result was made from. It is stored with the attempt as JSON. Paths and texts are escaped, and cut where they
+/// are too long.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Provenance {
+    /// The format: [`VERSION`].
     pub version: u32,
+    /// The version of Fumehood.
     pub fumehood: String,
+    /// The arguments as the program gets them, the program's name first.
     pub argv: Vec<String>,
     /// The number of arguments that are not listed.
     pub argv_left_out: u64,
+    /// The script. `None`: the request named a command.
     pub script: Option<Script>,
+    /// The files that were copied into the workspace.
     pub inputs: InputSummary,
+    /// The variables that the user gave with `--env`.
     pub env: Vec<Variable>,
+    /// The number of variables that are not listed.
     pub env_left_out: u64,
+    /// The program, and the packages that it can load.
     pub runtime: ProvenanceRuntime,
+    /// The project's directory. Empty if there is none.
     pub project: String,
+    /// The project's data directory, if it is shown to the program.
     pub data: Option<String>,
+    /// The project's directory of documents, if it is shown to the program.
     pub docs: Option<String>,
+    /// The paths that were shown by `--read`.
     pub reads: Vec<ReadMapping>,
+    /// The state of the repository that contains the project. `None`: there is none, it was not looked at, or the notes
+    /// say why it is not known.
     pub git: Option<GitState>,
+    /// The machine.
     pub host: ProvenanceHost,
+    /// The user of the process that made the attempt.
     pub submitter: ProvenanceSubmitter,
     /// What could not be found out, and why.
     pub notes: Vec<String>,
 }
 
+/// The script that was run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Script {
+    /// Its path.
     pub path: String,
+    /// The hash of its content. `None`: it was not hashed.
     pub blake3: Option<ContentHash>,
 }
 
+/// The inputs as they were before the run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InputSummary {
     /// The first [`INPUTS_MAX`] by path.
     pub files: Vec<InputFile>,
+    /// The number of all files.
     pub count: u64,
+    /// The length of all files together.
     pub bytes: u64,
     /// The hash of all inputs in the order of their paths. For each: the length of the path (8 bytes, little-endian),
     /// the path, the length of the file (likewise), the hash (64 hex digits).
     pub blake3: ContentHash,
 }
 
+/// One input.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InputFile {
+    /// Its path in the workspace.
     pub path: String,
+    /// Its length.
     pub bytes: u64,
+    /// The hash of its content.
     pub blake3: ContentHash,
 }
 
+/// An environment variable that the user gave.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Variable {
+    /// The name.
     pub name: String,
     /// `None` if the value is withheld.
     pub value: Option<String>,
+    /// Why the value is withheld. `None`: it is not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub withheld: Option<SecretReason>,
 }
 
+/// The program that was executed, and what it can load.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProvenanceRuntime {
     /// The program that is executed.
@@ -135,27 +168,36 @@ pub struct ProvenanceRuntime {
     pub interpreter: Option<String>,
     /// The prefix that contains the program.
     pub prefix: Option<String>,
+    /// Which interpreter the program is, by its name.
     pub kind: RuntimeKind,
     /// The full version if it can be found, else a short one such as `3.11`.
     pub version: Option<String>,
+    /// The directories with packages that it can load.
     pub libraries: Vec<Library>,
 }
 
+/// The interpreters whose version and packages can be found out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RuntimeKind {
+    /// Python or PyPy.
     Python,
+    /// R or Rscript.
     R,
     /// Another program, such as a shell: the libraries of all runtimes that it could start are listed.
     Other,
 }
 
+/// A path that `--read` shows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReadMapping {
+    /// The path on the host.
     pub host: String,
+    /// The path inside the sandbox.
     pub inside: String,
 }
 
+/// The state of a git repository before the run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GitState {
     /// The directory that holds `.git`: the project, or a directory above it.
@@ -168,16 +210,23 @@ pub struct GitState {
     pub dirty: Option<bool>,
 }
 
+/// The machine, as uname(2) describes it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProvenanceHost {
+    /// The host name.
     pub name: String,
+    /// The release of the kernel.
     pub kernel: String,
+    /// The architecture, such as `x86_64`.
     pub architecture: String,
 }
 
+/// The user who ran Fumehood.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProvenanceSubmitter {
+    /// The real uid.
     pub uid: u32,
+    /// The user's name. `None`: /etc/passwd does not have it.
     pub name: Option<String>,
     /// The user who became root with sudo, as sudo reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -186,14 +235,14 @@ pub struct ProvenanceSubmitter {
 
 /// Whose rights this process has when it looks at the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum InspectionRights {
+pub(crate) enum InspectionRights {
     /// Rights that the requester has too.
     SharedWithCaller,
     /// Rights that the requester may not have. Nothing is read that only the request names.
     WorkerOnly,
 }
 
-pub fn gather(facts: &ProvenanceFacts<'_>) -> Provenance {
+pub(crate) fn gather(facts: &ProvenanceFacts<'_>) -> Provenance {
     let mut notes = Notes::default();
     let (argv, argv_left_out) = bounded_list(facts.argv, |arg| {
         let text = bounded_text(arg.as_bytes(), STRING_BYTES_MAX);

@@ -27,22 +27,30 @@ const LIBRARIES_MAX: usize = 64;
 /// A directory in which packages are installed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Library {
+    /// The directory, escaped.
     pub path: String,
+    /// Whose packages they are, and so how they are described.
     pub kind: LibraryKind,
     /// Sorted by name.
     pub packages: Vec<Package>,
 }
 
+/// Who installs the packages of a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LibraryKind {
+    /// Python: `site-packages` or `dist-packages`.
     Python,
+    /// Conda: the `conda-meta` of an environment.
     Conda,
+    /// R: a library of R packages.
     R,
 }
 
+/// An installed package.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Package {
+    /// The name, as the package states it.
     pub name: String,
     /// `None` if the package does not state a version.
     pub version: Option<String>,

@@ -32,6 +32,7 @@ pub struct ReapReport {
     pub finished: Vec<Record>,
     /// Attempts that wait for something that the reaper cannot do, and for what.
     pub waiting: Vec<String>,
+    /// What failed, as messages. The next pass tries it again.
     pub problems: Vec<String>,
 }
 
@@ -66,7 +67,7 @@ pub fn reap_kept(home: &Home, recorder: Option<&mut Recorder>, id: Option<&str>)
 }
 
 /// Finishes everything of one id that can be finished.
-pub fn reap_one(home: &Home, recorder: &mut Recorder, id: &AnalysisId) -> ReapReport {
+pub(crate) fn reap_one(home: &Home, recorder: &mut Recorder, id: &AnalysisId) -> ReapReport {
     let mut reaped = ReapReport::default();
     let due = |record: &RunRecord| matches!(record.state, RunState::Live | RunState::Quarantined);
     for base in [home.runs(), home.pending()] {

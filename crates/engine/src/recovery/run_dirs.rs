@@ -20,7 +20,9 @@ const CANCEL_MARK: &str = "cancel";
 
 /// One run directory.
 pub struct RunDirInfo {
+    /// The directory.
     pub path: PathBuf,
+    /// What its `run.json` said when it was read.
     pub record: RunRecord,
     /// Whether the process that made it seems to be alive. Good enough for messages; only the directory's lock proves
     /// it.
@@ -47,6 +49,7 @@ pub enum NextAction {
 }
 
 impl RunDirInfo {
+    /// Returns what to do next. It changes nothing.
     pub fn next_action(&self) -> NextAction {
         let record = &self.record;
         if record.host != home::machine_id() {
@@ -100,6 +103,7 @@ pub enum CancelMode {
 /// The result of signalling a runner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CancelSignal {
+    /// The runner was signalled now.
     Sent,
     /// Somebody has signalled it before. A second signal would skip the grace period.
     AlreadySent,
@@ -184,6 +188,7 @@ pub fn list_analysis(home: &Home, id: &AnalysisId) -> Vec<RunDirInfo> {
     found.collect()
 }
 
+/// Whether the home has a directory of the analysis, of any attempt.
 pub fn has_any(home: &Home, id: &AnalysisId) -> bool {
     !list_analysis(home, id).is_empty()
 }
@@ -208,6 +213,7 @@ fn entries(dir: &Path) -> Vec<PathBuf> {
     paths
 }
 
+/// Reads the `run.json` of a directory without its lock. `None`: there is none, or it cannot be read.
 pub fn read_record(dir: &Path) -> Option<RunRecord> {
     let mut text = Vec::new();
     let file = open_file(&dir.join(RECORD_FILE)).ok()?;
@@ -231,11 +237,13 @@ fn is_alive(record: &RunRecord) -> bool {
 pub struct RunnerProcess(OwnedFd);
 
 impl RunnerProcess {
+    /// Opens the process that now has the pid of the record. It need not be the runner. `None`: no process has the pid.
     pub fn open(record: &RunRecord) -> Option<RunnerProcess> {
         let pid = Pid::from_raw(i32::try_from(record.runner_pid).ok()?)?;
         pidfd_open(pid, PidfdFlags::empty()).ok().map(RunnerProcess)
     }
 
+    /// Whether the process has ended, even if its parent has not waited for it.
     pub fn has_ended(&self) -> bool {
         sandbox::events::is_readable(&self.0)
     }

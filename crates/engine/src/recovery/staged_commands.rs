@@ -28,16 +28,23 @@ use store::types::analysis_id::AnalysisId;
 use store::types::manifest::{self, Manifest, Output, OutputPath, OutputPathError};
 use store::types::result_value;
 
+/// Why a command for a prepared workspace, or for a result made elsewhere, failed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum StagedCommandError {
+    /// The home or the run directory cannot be used.
     #[error(transparent)]
     Home(#[from] HomeError),
+    /// The workspace could not be made or used.
     #[error(transparent)]
     Workspace(#[from] WorkspaceError),
+    /// The database or the commit failed.
     #[error(transparent)]
     Commit(#[from] CommitError),
+    /// The workspace, or something else that the attempt left, could not be removed.
     #[error("remove its workspace: {0}")]
     Remove(String),
+    /// The attempt has not ended, and this home has no directory of it.
     #[error(
         "{id} is {state} (attempt {attempt}, begun on {host}); what it left is in another FUMEHOOD_HOME or on another machine: finish it there, or give it up with `fumehood rm --force {id}`"
     )]
@@ -47,24 +54,33 @@ pub enum StagedCommandError {
         state: State,
         host: String,
     },
+    /// Nothing has run in the workspace, so there is nothing to commit.
     #[error("nothing has run in the workspace of {id}; run in it with `fumehood run --in {id} …`")]
     NotRun { id: AnalysisId },
+    /// The attempt is committed, and no command awaits it.
     #[error("{id} has nothing to finish: it is committed, and no post_process command awaits it")]
     NothingDue { id: AnalysisId },
+    /// The workspace holds results that are not committed, and the caller did not discard them.
     #[error(
         "{id} ran in its workspace and is not committed; `fumehood post-process {id}` commits it, `--discard` removes it with what it left"
     )]
     Uncommitted { id: AnalysisId },
+    /// The attempt was begun for another database than the one in use.
     #[error("{id} was begun for the database {database}; name that one with --db")]
     OtherDatabase { id: AnalysisId, database: String },
+    /// A file could not be read, or what a dead runner left could not be finished.
     #[error("read {path:?}")]
     Read { path: PathBuf, source: io::Error },
+    /// The file for `result.json` is too large.
     #[error("{path:?} is larger than {} bytes", RESULT_BYTES_MAX)]
     ResultTooLarge { path: PathBuf },
+    /// Both the given file and the directory would become `result.json`.
     #[error("{dir:?} holds a result.json of its own; leave out --result, or that file")]
     TwoResults { dir: PathBuf },
+    /// The files of the directory could not be collected.
     #[error("read what is in the directory")]
     Collect(#[from] CollectError),
+    /// The path of an output is not valid.
     #[error(transparent)]
     Path(#[from] OutputPathError),
 }
@@ -119,7 +135,9 @@ pub fn create_workspace(
 /// Whether `workspace remove` may discard results that are not committed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DiscardPolicy {
+    /// Fail if results are not committed.
     Refuse,
+    /// Commit the outcome without outputs, and remove the results.
     Discard,
 }
 
@@ -186,7 +204,9 @@ pub enum PostProcessResult {
     Committed(Box<Record>),
     /// The attempt was committed before. Only the configured post_process command was due, and was run.
     CommandRun {
+        /// The number of the attempt.
         attempt: u32,
+        /// How the command ended.
         report: PostProcessReport,
     },
 }
@@ -305,13 +325,17 @@ fn check_database(
 
 /// Results that were made elsewhere and are to be recorded.
 pub struct ExternalResult<'a> {
+    /// The id to record them under.
     pub id: &'a AnalysisId,
+    /// Whether the id may exist already.
     pub id_reuse: IdReuse,
+    /// The status to record.
     pub status: Status,
     /// This file becomes the output `result.json`.
     pub result: Option<&'a Path>,
     /// Everything in this directory becomes an output. The directory is only read.
     pub dir: Option<&'a Path>,
+    /// Which files to take from the directory.
     pub collection: CollectionSettings,
 }
 

@@ -1,7 +1,7 @@
 //! The directory itself: its lock, its move to `pending/`, its removal.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, Mode, OFlags};
@@ -28,7 +28,7 @@ pub struct RunDir {
 
 impl RunDir {
     /// Locks a run directory. `None`: a live runner holds the lock.
-    pub fn try_lock(path: &Path) -> Result<Option<RunDir>, HomeError> {
+    pub(crate) fn try_lock(path: &Path) -> Result<Option<RunDir>, HomeError> {
         let failed = |source: rustix::io::Errno| HomeError::Lock {
             path: path.to_path_buf(),
             source: source.into(),
@@ -53,7 +53,7 @@ impl RunDir {
     }
 
     /// The pid in the record, read without the lock. Use it only to decide whether waiting is worthwhile.
-    pub fn recorded_runner_pid(path: &Path) -> Option<u32> {
+    pub(crate) fn recorded_runner_pid(path: &Path) -> Option<u32> {
         RunDir::peek(path).map(|record| record.runner_pid)
     }
 
@@ -69,16 +69,12 @@ impl RunDir {
         matches!((held, named), (Ok(a), Ok(b)) if a == b)
     }
 
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    pub fn dir(&self) -> BorrowedFd<'_> {
-        self.lock.as_fd()
-    }
-
     /// Where outputs go that the artifact store did not take.
-    pub fn objects(&self) -> PathBuf {
+    pub(crate) fn objects(&self) -> PathBuf {
         self.path.join(OBJECTS)
     }
 
@@ -97,7 +93,7 @@ impl RunDir {
 
     /// Moves the directory from `runs/` to `pending/`: the attempt has ended, its workspace is gone, and it is not
     /// committed. The lock stays held.
-    pub fn move_to_pending(&mut self, home: &Home) -> Result<(), HomeError> {
+    pub(crate) fn move_to_pending(&mut self, home: &Home) -> Result<(), HomeError> {
         let under = |base: PathBuf| -> Option<PathBuf> {
             let below = self.path.strip_prefix(home.runs()).ok()?;
             Some(base.join(below))
@@ -120,7 +116,7 @@ impl RunDir {
     }
 
     /// Removes the directory, as the last act of an attempt, and the id's directory if that is empty then.
-    pub fn remove(self) -> Result<(), HomeError> {
+    pub(crate) fn remove(self) -> Result<(), HomeError> {
         let failed = |source: rustix::io::Errno| self.write_error("", source.into());
         // Remove the record first: without it the rest of the directory belongs to nobody, whatever part of it remains.
         match rustix::fs::unlinkat(&self.lock, RECORD, rustix::fs::AtFlags::empty()) {

@@ -16,7 +16,7 @@
 //! | `objects/` | outputs that the artifact store did not take | when the store fails |
 //!
 //! Each file is written so that a kill leaves it whole or absent. A power cut may tear it, remove it or leave it empty,
-//! until [`RunDir::make_durable`] is called. That call comes before the first file moves, and before anybody is told
+//! until `RunDir::make_durable` is called. That call comes before the first file moves, and before anybody is told
 //! that the attempt awaits its commit. If no file moves, the commit itself is the first durable step.
 //!
 //! In reading order: `record` (what `run.json` says), `dir` (lock, move and removal of the directory), `state_files`
@@ -30,9 +30,10 @@ mod state_files;
 #[allow(clippy::unwrap_used)]
 mod tests;
 
-pub use claim::{attempt_exists, attempt_exists_with_key};
+pub(crate) use claim::{attempt_exists, attempt_exists_with_key};
 pub use dir::RunDir;
-pub use record::{
-    CommitPlan, ProcessIdentity, RECORD_VERSION, RunRecord, RunState, new_attempt_key,
-};
-pub use state_files::{Durability, StateFile, tail_name};
+#[cfg(test)]
+pub(crate) use record::RECORD_VERSION;
+pub use record::{CommitPlan, ProcessIdentity, RunRecord, RunState, new_attempt_key};
+pub use state_files::StateFile;
+pub(crate) use state_files::{Durability, tail_name};

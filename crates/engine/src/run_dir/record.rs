@@ -13,32 +13,42 @@ use store::types::analysis_id::AnalysisId;
 /// What recovery must know of an attempt. It is written before the things that it names are created.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunRecord {
-    pub version: u32,
+    /// The version of the document's format.
+    pub(crate) version: u32,
+    /// The analysis.
     pub id: AnalysisId,
+    /// The number of the attempt, from 1.
     #[serde(default = "first_attempt")]
     pub attempt: u32,
+    /// The machine, as [`home::machine_id`] names it.
     pub host: String,
+    /// The boot of the machine, as [`home::boot_id`] names it. A pid is good only for this boot.
     pub boot_id: String,
+    /// The pid of the runner, or of the `workspace create` that made the workspace.
     pub runner_pid: u32,
+    /// The path of the workspace.
     pub workspace: PathBuf,
     /// A name that nobody else knows. The workspace is created under it and then renamed.
-    pub draft: PathBuf,
+    pub(crate) draft: PathBuf,
     /// The identity of the workspace after its creation: proof that the directory belongs to this run.
     #[serde(rename = "workspace_is")]
-    pub workspace_identity: Option<DirectoryIdentity>,
-    pub uid: Option<u32>,
+    pub(crate) workspace_identity: Option<DirectoryIdentity>,
+    /// The uid of the program, if one was leased for it.
+    pub(crate) uid: Option<u32>,
     /// The project whose quota limits the workspace, where the file system has project quotas.
     #[serde(default)]
-    pub project_quota: Option<u32>,
+    pub(crate) project_quota: Option<u32>,
+    /// The cgroups that were made for the attempt.
     pub cgroups: Vec<PathBuf>,
     /// For a quarantined run: its init, which ends after every other process of the run. Its lock on the workspace is
     /// no proof of life: the kernel closes a process's files before it waits for the rest of the pid namespace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub init: Option<ProcessIdentity>,
+    pub(crate) init: Option<ProcessIdentity>,
+    /// How far the attempt is.
     pub state: RunState,
     /// `workspace create` made the workspace, so it is the user's to remove, whatever happens.
     #[serde(default)]
-    pub prepared: bool,
+    pub(crate) prepared: bool,
     /// `None`: nothing is recorded, and recovery only removes what is left.
     #[serde(rename = "task", default)]
     pub commit_plan: Option<CommitPlan>,
@@ -58,7 +68,7 @@ pub struct ProcessIdentity {
 
 impl ProcessIdentity {
     /// `None`: there is no such process, or it has ended.
-    pub fn of(pid: u32) -> Option<ProcessIdentity> {
+    pub(crate) fn of(pid: u32) -> Option<ProcessIdentity> {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         // The process name may contain anything; the fields follow the last parenthesis.
         let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
@@ -67,7 +77,7 @@ impl ProcessIdentity {
         (!matches!(state, "Z" | "X")).then_some(ProcessIdentity { pid, started })
     }
 
-    pub fn is_alive(self) -> bool {
+    pub(crate) fn is_alive(self) -> bool {
         ProcessIdentity::of(self.pid) == Some(self)
     }
 }
@@ -80,32 +90,39 @@ pub struct CommitPlan {
     pub key: String,
     /// The database that has the attempt: its id, and its location, which is for people.
     pub database_id: String,
+    /// The location of that database, for messages.
     pub database: String,
+    /// Which files become outputs.
     pub collection: CollectionSettings,
     /// The artifact store for the outputs, whoever finishes the attempt: its path and its id.
     pub artifacts: PathBuf,
-    pub artifacts_id: String,
+    /// The id of that artifact store.
+    pub(crate) artifacts_id: String,
     /// The database has, or had, a row for the attempt.
     pub begun: bool,
     /// The workspace is in memory and disappears with the runner.
     pub memory: bool,
     /// The workspace's files belong to the user who runs Fumehood now. The leased uid may be in use by another run.
     #[serde(rename = "taken_over")]
-    pub workspace_reowned: bool,
+    pub(crate) workspace_reowned: bool,
 }
 
+/// How far an attempt is, as recovery needs to know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RunState {
+    /// The attempt is running, or its runner left it unfinished.
     Live,
     /// The workspace is kept until this time (Unix seconds).
     Kept {
+        /// The end of that time.
         until: u64,
     },
     /// Some process could not be killed. Nothing may be removed before it is gone.
     Quarantined,
     /// `workspace create` made the workspace, and keeps it until this time. Nothing has run in it.
     Open {
+        /// The end of that time, in Unix seconds.
         until: u64,
     },
     /// `run --in` has ended; `post-process` collects and commits.
@@ -114,11 +131,11 @@ pub enum RunState {
     Recorded,
 }
 
-pub const RECORD_VERSION: u32 = 1;
+pub(crate) const RECORD_VERSION: u32 = 1;
 
 impl RunRecord {
     /// The record of an attempt for which nothing was created yet.
-    pub fn new(id: &AnalysisId, root: &Path, number: u32) -> RunRecord {
+    pub(crate) fn new(id: &AnalysisId, root: &Path, number: u32) -> RunRecord {
         RunRecord {
             version: RECORD_VERSION,
             id: id.clone(),

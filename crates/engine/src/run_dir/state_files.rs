@@ -21,12 +21,16 @@ const WRITE_BUFFER_BYTES: usize = 64 << 10;
 pub enum StateFile {
     /// The inputs that were copied into the workspace. The file is called `puts.json` for historical reasons.
     StagedInputs,
+    /// What the result was made from.
     Provenance,
+    /// How the program ended.
     Outcome,
+    /// The list of outputs.
     Manifest,
 }
 
 impl StateFile {
+    /// Returns the name of the file in the run directory.
     pub fn name(self) -> &'static str {
         match self {
             StateFile::StagedInputs => "puts.json",
@@ -42,7 +46,7 @@ impl StateFile {
 
 /// Whether a write must survive a power cut before the next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Durability {
+pub(crate) enum Durability {
     Synced,
     Unsynced,
 }
@@ -51,7 +55,7 @@ impl RunDir {
     /// Replaces the record atomically: a reader that has the lock finds the old record or the new one. A record that
     /// says that a workspace is the user's, now or later, also survives a power cut. The record of a live run may be
     /// lost together with the run.
-    pub fn write_record(&self, record: &RunRecord) -> Result<(), HomeError> {
+    pub(crate) fn write_record(&self, record: &RunRecord) -> Result<(), HomeError> {
         if record.state != RunState::Live || record.prepared {
             return self.write_record_durably(record);
         }
@@ -90,13 +94,13 @@ impl RunDir {
     }
 
     /// As [`write_record`](Self::write_record), and the record survives a power cut.
-    pub fn write_record_durably(&self, record: &RunRecord) -> Result<(), HomeError> {
+    pub(crate) fn write_record_durably(&self, record: &RunRecord) -> Result<(), HomeError> {
         let written = self.replace_json(RECORD, record, Durability::Synced)?;
         *self.record.borrow_mut() = Some(written);
         Ok(())
     }
 
-    pub fn read_record(&self) -> Result<Option<RunRecord>, HomeError> {
+    pub(crate) fn read_record(&self) -> Result<Option<RunRecord>, HomeError> {
         let Some(record) = self.read_json::<RunRecord>(RECORD, RECORD_BYTES_MAX)? else {
             return Ok(None);
         };
@@ -126,7 +130,7 @@ impl RunDir {
 
     /// Whether the machine stopped before the record reached the disk: the file is empty or all zeros, and older than
     /// this boot. Then nothing else in the directory is durable either.
-    pub fn is_record_lost(&self) -> bool {
+    pub(crate) fn is_record_lost(&self) -> bool {
         let stat = rustix::fs::statat(&self.lock, RECORD, rustix::fs::AtFlags::SYMLINK_NOFOLLOW);
         let older = stat.is_ok_and(|s| home::boot_seconds().is_some_and(|boot| s.st_mtime < boot));
         let bytes = || self.read_bytes(RECORD, RECORD_BYTES_MAX).ok().flatten();
@@ -135,7 +139,7 @@ impl RunDir {
 
     /// Lets the kernel start to write the record to the disk, so that a power cut during a long run leaves it whole.
     /// Most runs end before this is called.
-    pub fn start_writeback(&self) {
+    pub(crate) fn start_writeback(&self) {
         if let Some(record) = self.record.borrow().as_ref() {
             let advice = rustix::fs::Advice::DontNeed;
             // The kernel writes it sooner or later anyway.
@@ -143,7 +147,7 @@ impl RunDir {
         }
     }
 
-    pub fn write_file<T: Serialize>(
+    pub(crate) fn write_file<T: Serialize>(
         &self,
         file: StateFile,
         value: &T,
@@ -152,12 +156,19 @@ impl RunDir {
         self.replace_json(file.name(), value, durable).map(drop)
     }
 
-    pub fn read_file<T: DeserializeOwned>(&self, file: StateFile) -> Result<Option<T>, HomeError> {
+    pub(crate) fn read_file<T: DeserializeOwned>(
+        &self,
+        file: StateFile,
+    ) -> Result<Option<T>, HomeError> {
         self.read_json(file.name(), StateFile::BYTES_MAX)
     }
 
     /// The content of a file, up to a bound.
-    pub fn read_bytes(&self, name: &str, bytes_max: u64) -> Result<Option<Vec<u8>>, HomeError> {
+    pub(crate) fn read_bytes(
+        &self,
+        name: &str,
+        bytes_max: u64,
+    ) -> Result<Option<Vec<u8>>, HomeError> {
         let read = || -> io::Result<Option<Vec<u8>>> {
             let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
             let file = match rustix::fs::openat(&self.lock, name, flags, Mode::empty()) {
@@ -178,14 +189,14 @@ impl RunDir {
     }
 
     /// Creates an empty log file to append to.
-    pub fn new_log(&self, name: &str) -> Result<std::fs::File, HomeError> {
+    pub(crate) fn new_log(&self, name: &str) -> Result<std::fs::File, HomeError> {
         self.create(name)
             .map_err(|source| self.write_error(name, source))
     }
 
     /// Writes the final content of a log. Usually the same bytes have arrived in the file already. If not, the file is
     /// replaced atomically, so that a crash loses nothing that had arrived.
-    pub fn write_log(&self, name: &str, bytes: &[u8]) -> Result<(), HomeError> {
+    pub(crate) fn write_log(&self, name: &str, bytes: &[u8]) -> Result<(), HomeError> {
         let write = || -> io::Result<()> {
             let found = rustix::fs::statat(&self.lock, name, rustix::fs::AtFlags::SYMLINK_NOFOLLOW);
             let length = match found {
@@ -207,7 +218,7 @@ impl RunDir {
 
     /// From here on, what finishing the attempt needs survives a power cut, except the list of inputs and the provenance.
     /// Without the list, inputs count as outputs; without the provenance, the record has none.
-    pub fn make_durable(&self) -> Result<(), HomeError> {
+    pub(crate) fn make_durable(&self) -> Result<(), HomeError> {
         let logs = store::STREAMS.map(|stream| [stream.to_owned(), tail_name(stream)]);
         let state_files = [
             RECORD,
@@ -226,7 +237,7 @@ impl RunDir {
 
     /// Reserves disk space for the outcome before the start. If the program or anybody else fills the disk, the outcome
     /// can still be written. File systems without fallocate reserve nothing.
-    pub fn reserve_outcome_space(&self) {
+    pub(crate) fn reserve_outcome_space(&self) {
         const BYTES: u64 = 128 << 10;
         let draft = format!("{}.new", StateFile::Outcome.name());
         if let Ok(file) = self.open_to_write(&draft, OFlags::empty()) {
@@ -321,6 +332,6 @@ impl RunDir {
 }
 
 /// The file for the end of a log whose middle was dropped.
-pub fn tail_name(stream: &str) -> String {
+pub(crate) fn tail_name(stream: &str) -> String {
     format!("{stream}.tail")
 }

@@ -22,9 +22,13 @@ const LIST_ENTRIES_MAX: usize = 1000;
 /// Where a value was set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SettingOrigin {
+    /// The user's `config.toml`, at this path.
     UserFile(PathBuf),
+    /// The project's `fumehood.toml`, at this path.
     ProjectFile(PathBuf),
+    /// A `FUMEHOOD_*` variable of the caller's environment.
     Variable,
+    /// An option on the command line.
     Flag,
     /// A line of a batch file.
     Line,
@@ -35,7 +39,9 @@ pub enum SettingOrigin {
 /// A setting and where it was set, for error messages. Displays the name as that source writes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SettingPlace {
+    /// The setting's row in the table of all settings.
     pub setting: &'static Setting,
+    /// The source that sets it.
     pub origin: SettingOrigin,
 }
 
@@ -53,99 +59,128 @@ impl fmt::Display for SettingPlace {
     }
 }
 
+/// A value that was read by the kind of its setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SettingValue {
+    /// A number within the setting's bounds, in the unit of its kind: milliseconds, bytes, thousandths of a CPU, or a
+    /// count.
     Number(u64),
+    /// The word `off`: no limit.
     Off,
+    /// One of the setting's words.
     Word(&'static str),
     /// An absolute path.
     Path(PathBuf),
+    /// Text that is not empty and holds no NUL byte.
     Text(OsString),
+    /// Whether the switch is on.
     Switch(bool),
+    /// The items that this source adds to the list. None is empty.
     List(Vec<OsString>),
 }
 
+/// One setting of one source, with its value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SettingEntry {
+    /// The setting, and the source that sets it.
     pub place: SettingPlace,
+    /// What the source sets it to.
     pub value: SettingValue,
     /// The directory to which relative paths in the value are relative.
-    pub base: PathBuf,
+    pub(crate) base: PathBuf,
 }
 
 /// The settings of one file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileSettings {
+    /// The settings of the file, without `post_process`.
     pub entries: Vec<SettingEntry>,
-    pub post_process: Option<PostProcessSettings>,
+    pub(crate) post_process: Option<PostProcessSettings>,
 }
 
+/// Why the value of one source cannot be used, or its file or name not read.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum SettingError {
+    /// The file is not TOML.
     #[error("read {path:?} as TOML")]
     Toml {
         path: PathBuf,
         #[source]
         source: Box<toml::de::Error>,
     },
+    /// A key of the file is not the name of a setting.
     #[error("{}: unknown key `{key}`{}", path.display(), did_you_mean(nearest))]
     UnknownKey {
         path: PathBuf,
         key: String,
         nearest: Option<String>,
     },
+    /// A `FUMEHOOD_*` variable belongs to no setting.
     #[error("unknown variable {name}{}", did_you_mean(nearest))]
     UnknownVariable {
         name: String,
         nearest: Option<String>,
     },
+    /// The setting may not be set in this kind of source.
     #[error("{place} may not be set there: {reason}; use {}", place.setting.places())]
     NotThere {
         place: SettingPlace,
         reason: &'static str,
     },
+    /// A project's file sets `post_process`, which only the user and the operator may set.
     #[error(
         "`post_process` in {} may not be set there: it is a command that runs unconfined, as you; use your own \
          config.toml or the operator's policy",
         path.display()
     )]
     ProjectPostProcess { path: PathBuf },
+    /// The section `post_process` of the user's file is wrong.
     #[error("refuse `post_process` in {}", path.display())]
     PostProcess {
         path: PathBuf,
         #[source]
         source: PostProcessError,
     },
+    /// A project's file names a variable without a value, which would pass on the caller's.
     #[error(
         "{place} would hand on a variable of the caller's, which a project's file may not; \
          give a value (K=V), or use --env"
     )]
     ProjectPassesEnv { place: SettingPlace },
+    /// A project's file names a path outside the project.
     #[error(
         "{place} is not a visible directory below the project, which is all that a project's file \
          may name; use {}",
         place.setting.flag()
     )]
     NotBelowProject { place: SettingPlace },
+    /// The value has another type than the setting's kind.
     #[error("{place} must be {expected}")]
     WrongType {
         place: SettingPlace,
         expected: &'static str,
     },
+    /// The value, or an item of the list, is empty.
     #[error("{place} is empty")]
     Empty { place: SettingPlace },
+    /// The value contains a NUL byte, which neither a path nor an argument can hold.
     #[error("{place} contains a NUL byte")]
     NulByte { place: SettingPlace },
+    /// The value is not UTF-8, and the setting needs text.
     #[error("{place} is not UTF-8 text")]
     NotText { place: SettingPlace },
+    /// The list has too many items.
     #[error("{place} has more than {LIST_ENTRIES_MAX} entries")]
     TooMany { place: SettingPlace },
+    /// The text cannot be read as a number in the unit of the setting.
     #[error("read {place}")]
     Number {
         place: SettingPlace,
         #[source]
         source: UnitError,
     },
+    /// The number is outside the setting's bounds.
     #[error("{place} is {given}; it must be from {least} to {most}")]
     OutOfBounds {
         place: SettingPlace,
@@ -153,6 +188,7 @@ pub enum SettingError {
         least: String,
         most: String,
     },
+    /// The text is none of the setting's words.
     #[error("{place} is {given:?}; it must be one of: {}", choices.join(", "))]
     NotAChoice {
         place: SettingPlace,
@@ -222,7 +258,7 @@ fn file_entry(
 }
 
 /// Reads the settings among the caller's environment variables.
-pub fn from_variables(
+pub(crate) fn from_variables(
     env: &BTreeMap<OsString, OsString>,
     cwd: &Path,
 ) -> Result<Vec<SettingEntry>, SettingError> {
@@ -263,7 +299,10 @@ fn is_reserved(name: &OsStr) -> bool {
 }
 
 /// Reads the settings that were given as options.
-pub fn from_flags(given: GivenSettings, cwd: &Path) -> Result<Vec<SettingEntry>, SettingError> {
+pub(crate) fn from_flags(
+    given: GivenSettings,
+    cwd: &Path,
+) -> Result<Vec<SettingEntry>, SettingError> {
     given
         .into_iter()
         .map(|(key, words)| {
@@ -298,7 +337,7 @@ fn unknown_variable(name: &OsStr) -> SettingError {
     }
 }
 
-pub fn check_allowed(rule: PlaceRule, place: &SettingPlace) -> Result<(), SettingError> {
+pub(crate) fn check_allowed(rule: PlaceRule, place: &SettingPlace) -> Result<(), SettingError> {
     match rule {
         PlaceRule::Yes => Ok(()),
         PlaceRule::No(reason) => Err(SettingError::NotThere {
@@ -334,7 +373,7 @@ fn toml_words(value: &toml::Value, place: &SettingPlace) -> Result<Vec<OsString>
 }
 
 impl SettingEntry {
-    pub fn new(
+    pub(crate) fn new(
         place: SettingPlace,
         words: Vec<OsString>,
         base: &Path,
@@ -391,7 +430,7 @@ impl SettingEntry {
     }
 }
 
-pub fn number(place: &SettingPlace, text: &str) -> Result<SettingValue, SettingError> {
+pub(crate) fn number(place: &SettingPlace, text: &str) -> Result<SettingValue, SettingError> {
     let kind = place.setting.kind;
     let bounds = kind.bounds().unwrap_or(super::table::NumberBounds {
         least: 0,
@@ -444,7 +483,7 @@ fn switch(place: &SettingPlace, text: &str) -> Result<bool, SettingError> {
 
 /// Joins a relative path to `base`. Leaves `..` for the kernel to resolve: removing it from the text gives the wrong
 /// directory after a symlink.
-pub fn absolute(path: &OsStr, base: &Path) -> PathBuf {
+pub(crate) fn absolute(path: &OsStr, base: &Path) -> PathBuf {
     base.join(path).components().collect()
 }
 

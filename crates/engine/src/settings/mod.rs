@@ -45,7 +45,8 @@ pub use record::{
 pub use request::{Presentation, Request, Resolved, run_request, shell_request};
 pub use sources::Sources;
 pub use submit::{QueueOptions, ResolvedSubmission, SubmissionConfig, env_from_options};
-pub use worker_settings::{ReservedCapacity, WorkerSettings};
+pub(crate) use worker_settings::ReservedCapacity;
+pub use worker_settings::WorkerSettings;
 
 #[cfg(test)]
 mod tests;

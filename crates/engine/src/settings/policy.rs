@@ -18,27 +18,31 @@ use super::suggestion::{did_you_mean, excerpt, nearest};
 use super::table::{self, Key, SETTINGS, Setting};
 
 /// The path of the operator's policy. No variable and no option changes it.
-pub const POLICY_PATH: &str = "/etc/fumehood/policy.toml";
+pub(crate) const POLICY_PATH: &str = "/etc/fumehood/policy.toml";
 
 const ENTRIES_MAX: usize = 10_000;
 
+/// What the operator of this machine allows, from `/etc/fumehood/policy.toml`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Policy {
-    pub path: PathBuf,
-    pub floor: IsolationLevel,
+    /// The file it was read from, for messages.
+    pub(crate) path: PathBuf,
+    /// The weakest isolation level that a run may have.
+    pub(crate) floor: IsolationLevel,
     /// Layers without which a run may not start, whatever its level.
-    pub layers: BTreeSet<Layer>,
+    pub(crate) layers: BTreeSet<Layer>,
     /// Whether a run at level `landlock` may use the host's /dev/shm.
-    pub host_shared_memory: bool,
+    pub(crate) host_shared_memory: bool,
     /// `None`: the policy does not restrict what may be read.
-    pub readable_roots: Option<Vec<PathBuf>>,
+    pub(crate) readable_roots: Option<Vec<PathBuf>>,
     /// The only database in which results may be recorded; `None`: the caller chooses.
     pub db: Option<String>,
     /// Whether to refuse a run that is not recorded.
-    pub record_required: bool,
-    pub post_process: Option<PostProcessSettings>,
+    pub(crate) record_required: bool,
+    /// The command to run after each commit. `None`: the user's own, if there is one.
+    pub(crate) post_process: Option<PostProcessSettings>,
     /// Names of variables whose values are not recorded; a star at the end matches every continuation.
-    pub secret_env: Vec<String>,
+    pub(crate) secret_env: Vec<String>,
     ceilings: BTreeMap<Key, u64>,
     env_pass: Option<Vec<NamePattern>>,
     degraded: BTreeSet<LimitName>,
@@ -51,26 +55,32 @@ enum NamePattern {
     Beginning(String),
 }
 
+/// What is wrong in the policy. No run starts before it is corrected.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum PolicyFileError {
+    /// The file is not TOML.
     #[error("read the policy {path:?} as TOML")]
     Toml {
         path: PathBuf,
         #[source]
         source: Box<toml::de::Error>,
     },
+    /// The file has a key that no policy has.
     #[error("policy {path:?}: unknown key `{key}`{}", did_you_mean(nearest))]
     UnknownKey {
         path: PathBuf,
         key: String,
         nearest: Option<String>,
     },
+    /// The value has another type than this key needs.
     #[error("policy {path:?}: `{key}` must be {expected}")]
     WrongType {
         path: PathBuf,
         key: String,
         expected: &'static str,
     },
+    /// The text, or an item of the array, is none of the words that this key knows.
     #[error("policy {path:?}: `{key}` does not know {given:?}; it knows {}", known.join(", "))]
     UnknownWord {
         path: PathBuf,
@@ -78,16 +88,19 @@ pub enum PolicyFileError {
         given: String,
         known: Vec<String>,
     },
+    /// `floor.layers` names a layer that does not exist.
     #[error("policy {path:?}: `floor.layers`")]
     Layer {
         path: PathBuf,
         #[source]
         source: serde::de::value::Error,
     },
+    /// `read.roots` holds a path that is not absolute and plain.
     #[error(
         "policy {path:?}: `read.roots` holds {given:?}, which is not an absolute path without `..`"
     )]
     Root { path: PathBuf, given: String },
+    /// The text is not a pattern for names of variables.
     #[error(
         "policy {path:?}: `{key}` holds {given:?}, which is neither a name nor the beginning of one and a star"
     )]
@@ -96,21 +109,26 @@ pub enum PolicyFileError {
         key: &'static str,
         given: String,
     },
+    /// `record.db` contains a password, and every user can read the policy.
     #[error(
         "policy {path:?}: `record.db` holds a password, which every user could read there; leave it out, and let \
          each user's PGPASSFILE hold it"
     )]
     DbPassword { path: PathBuf },
+    /// `record.db` is a relative path.
     #[error("policy {path:?}: `record.db` must name an absolute path after `sqlite:`")]
     DbRelative { path: PathBuf },
+    /// `record.required` demands a record, and `record.db` says that there is none.
     #[error("policy {path:?}: `record.required` is true and `record.db` is `none`; leave one out")]
     DbContradicts { path: PathBuf },
+    /// The section `post_process` is wrong.
     #[error("policy {path:?}")]
     PostProcess {
         path: PathBuf,
         #[source]
         source: PostProcessError,
     },
+    /// A ceiling cannot be read, or is outside the bounds of its setting.
     #[error("policy {path:?}: a ceiling is wrong")]
     Ceiling {
         path: PathBuf,
@@ -130,6 +148,7 @@ const SECTIONS: [&str; 7] = [
 ];
 
 impl Policy {
+    /// Reads the text of a policy. `path` names the file in errors.
     pub fn parse(text: &str, path: &Path) -> Result<Policy, PolicyFileError> {
         let table: toml::Table = text.parse().map_err(|error| PolicyFileError::Toml {
             path: path.to_owned(),
@@ -168,12 +187,14 @@ impl Policy {
         })
     }
 
+    /// Returns the most that callers may ask for, in the unit of the setting's kind. `None`: the policy sets no ceiling
+    /// for it.
     pub fn ceiling(&self, key: Key) -> Option<u64> {
         self.ceilings.get(&key).copied()
     }
 
     /// Whether the caller's variable of that name may be passed on.
-    pub fn passes_env(&self, name: &OsStr) -> bool {
+    pub(crate) fn passes_env(&self, name: &OsStr) -> bool {
         let Some(patterns) = &self.env_pass else {
             return true;
         };
@@ -186,7 +207,7 @@ impl Policy {
         })
     }
 
-    pub fn allows_degraded(&self, limit: LimitName) -> bool {
+    pub(crate) fn allows_degraded(&self, limit: LimitName) -> bool {
         self.degraded.contains(&limit)
     }
 }

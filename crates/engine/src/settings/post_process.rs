@@ -8,17 +8,19 @@ use store::types::units::{self, UnitError};
 use super::suggestion::{did_you_mean, excerpt, nearest};
 
 /// The name of the table in both files.
-pub const SECTION: &str = "post_process";
+pub(crate) const SECTION: &str = "post_process";
 
 const TIMEOUT_DEFAULT_MS: u64 = 10 * 60 * 1000;
 const TIMEOUT_LEAST_MS: u64 = 1000;
 const TIMEOUT_MOST_MS: u64 = 365 * 24 * 3600 * 1000;
 const WORDS_MAX: usize = 1000;
 
+/// A command that Fumehood runs unconfined after each commit, from the user's `config.toml` or the policy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PostProcessSettings {
     /// The program, as an absolute path, and its arguments.
     pub command: Vec<String>,
+    /// How long the command may take before it is killed, in milliseconds.
     pub timeout_ms: u64,
 }
 
@@ -50,7 +52,7 @@ pub enum PostProcessError {
 }
 
 impl PostProcessSettings {
-    pub fn read(value: &toml::Value) -> Result<PostProcessSettings, PostProcessError> {
+    pub(crate) fn read(value: &toml::Value) -> Result<PostProcessSettings, PostProcessError> {
         let table = value.as_table().ok_or(PostProcessError::NotATable)?;
         const KEYS: [&str; 2] = ["command", "timeout"];
         if let Some(key) = table.keys().find(|key| !KEYS.contains(&key.as_str())) {

@@ -39,6 +39,7 @@ pub struct RecordSettings {
     pub force: bool,
     /// The prepared workspace to run in. Its id is the id of the request.
     pub in_workspace: Option<AnalysisId>,
+    /// The command to run after the commit: the policy's, else the user's. `None`: no command.
     pub post_process: Option<PostProcessSettings>,
     /// The size that the artifact store may reach. `None`: no bound.
     pub store_quota_bytes: Option<u64>,
@@ -102,8 +103,10 @@ const CALLER_VARIABLES: [&str; 6] = [
 /// Why the settings name no place for the record.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordLocationError {
+    /// The text that names the database cannot be read.
     #[error("use the database")]
     Database(#[source] LocationError),
+    /// The caller asked for no record, and the policy demands one.
     #[error("the operator's policy requires a record; leave out --db none")]
     Required,
 }

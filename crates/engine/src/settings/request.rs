@@ -49,14 +49,20 @@ impl Request {
 /// A request, and what the policy and the caller ask for besides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Resolved {
+    /// What to run, within the policy.
     pub request: Request,
+    /// What to print.
     pub presentation: Presentation,
+    /// Where the record goes.
     pub record: RecordSettings,
 }
 
+/// How a command reports to the caller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Presentation {
+    /// Whether to print the result as JSON.
     pub json: bool,
+    /// Whether to print neither progress nor a summary.
     pub quiet: bool,
 }
 

@@ -10,16 +10,22 @@ use super::policy::POLICY_PATH;
 /// Everything besides the options that decides about a request. The rest of this folder does not look at the process.
 #[derive(Clone, Debug)]
 pub struct Sources {
+    /// The caller's environment variables.
     pub env: BTreeMap<OsString, OsString>,
+    /// The directory to which relative paths in options and variables are relative.
     pub cwd: PathBuf,
+    /// The effective uid. The configuration files must belong to this user or to root.
     pub uid: u32,
+    /// The path of the user's `config.toml`. `None`: the variables name no directory for it. The file need not exist.
     pub user_config: Option<PathBuf>,
+    /// The path of the operator's policy. The file need not exist.
     pub policy: PathBuf,
     /// Who must own the policy: root, except in tests that do not run as root.
     pub policy_owner_uid: u32,
 }
 
 impl Sources {
+    /// Takes the environment, the directory and the user of this process, and the policy's usual path.
     pub fn from_process() -> Result<Sources, ConfigError> {
         let env: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
         Ok(Sources {

@@ -25,10 +25,15 @@ const QUEUE_MAX_DEFAULT: u64 = 200_000;
 /// How an analysis waits in the queue, and when it is tried again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueOptions {
+    /// Analyses with a higher priority are claimed first.
     pub priority: u32,
+    /// How many more attempts may follow the first.
     pub retries: u32,
+    /// The ends of a program after which another attempt is made.
     pub retry_on: Vec<State>,
+    /// A key under which only one analysis is submitted, however often the command is repeated. `None`: no such check.
     pub key: Option<String>,
+    /// The most analyses that the queue may hold. More are refused.
     pub queue_max: u64,
 }
 
@@ -39,7 +44,9 @@ pub struct ResolvedSubmission {
     pub request: Request,
     /// Whether the caller named the id. Otherwise it was generated.
     pub is_named: bool,
+    /// The settings that the queue stores, by name.
     pub settings: BTreeMap<String, QueuedSetting>,
+    /// How it waits, and when it is tried again.
     pub queue_options: QueueOptions,
 }
 
@@ -51,6 +58,7 @@ pub struct SubmissionConfig<'a> {
 }
 
 impl<'a> SubmissionConfig<'a> {
+    /// Reads all sources. Fails if a setting is given that cannot be submitted.
     pub fn new(
         given: GivenSettings,
         sources: &'a Sources,
@@ -64,10 +72,12 @@ impl<'a> SubmissionConfig<'a> {
         })
     }
 
+    /// Returns the settings about the record: which database has the queue, and where results go.
     pub fn record(&self) -> Result<RecordSettings, ConfigError> {
         self.merged.record(self.merged.db(self.sources)?)
     }
 
+    /// Returns how to report to the caller.
     pub fn presentation(&self) -> Presentation {
         Presentation {
             json: self.merged.switch(Key::Json),
@@ -75,6 +85,7 @@ impl<'a> SubmissionConfig<'a> {
         }
     }
 
+    /// Returns the most analyses that the queue may hold.
     pub fn queue_max(&self) -> Result<u64, ConfigError> {
         Ok(self.merged.limit(Key::QueueMax, QUEUE_MAX_DEFAULT)?.value)
     }

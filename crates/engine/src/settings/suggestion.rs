@@ -42,6 +42,7 @@ fn distance(a: &[char], b: &[char]) -> usize {
     above[b.len()]
 }
 
+/// Returns the end of an error message that suggests `nearest`, or nothing if there is no suggestion.
 pub fn did_you_mean(nearest: &Option<String>) -> String {
     match nearest {
         Some(word) => format!("; did you mean `{word}`?"),
@@ -49,6 +50,7 @@ pub fn did_you_mean(nearest: &Option<String>) -> String {
     }
 }
 
+/// Returns the first 80 characters of text that somebody else wrote, for an error message.
 pub fn excerpt(text: &str) -> String {
     text.chars().take(80).collect()
 }

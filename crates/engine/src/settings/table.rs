@@ -18,30 +18,38 @@ const HOUR_MS: u64 = 3600 * SECOND_MS;
 const YEAR_MS: u64 = 365 * 24 * HOUR_MS;
 
 /// execve accepts no longer string (MAX_ARG_STRLEN).
-pub const ENV_BYTES_MAX: usize = 128 << 10;
+pub(crate) const ENV_BYTES_MAX: usize = 128 << 10;
 
 /// Names a file that contains what `FUMEHOOD_DB` would; `record.rs` reads it.
-pub const DB_FILE_VARIABLE: &str = "FUMEHOOD_DB_FILE";
+pub(crate) const DB_FILE_VARIABLE: &str = "FUMEHOOD_DB_FILE";
 /// Variables that other code reads; they are not settings of the table below.
-pub const RESERVED_VARIABLES: [&str; 3] = ["FUMEHOOD_HOME", DB_FILE_VARIABLE, "FUMEHOOD_LOG"];
+pub(crate) const RESERVED_VARIABLES: [&str; 3] =
+    ["FUMEHOOD_HOME", DB_FILE_VARIABLE, "FUMEHOOD_LOG"];
 /// The prefix of variables with which Fumehood's own tests pass requirements.
-pub const TEST_PREFIX: &str = "FUMEHOOD_TEST_";
-pub const VARIABLE_PREFIX: &str = "FUMEHOOD_";
+pub(crate) const TEST_PREFIX: &str = "FUMEHOOD_TEST_";
+pub(crate) const VARIABLE_PREFIX: &str = "FUMEHOOD_";
 
+/// What a numeric setting accepts, in the unit of its kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NumberBounds {
+    /// The smallest number.
     pub least: u64,
+    /// The largest number.
     pub most: u64,
+    /// Whether `off` may stand instead of a number.
     pub off: OffWord,
 }
 
 /// Whether the word `off` switches the limit off.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffWord {
+    /// `off` means no limit.
     Allowed,
+    /// The setting always has a number.
     Refused,
 }
 
+/// What values a setting has, and in which unit numbers are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SettingKind {
     /// Milliseconds.
@@ -50,10 +58,15 @@ pub enum SettingKind {
     Size(NumberBounds),
     /// Thousandths of a CPU.
     Cpus(NumberBounds),
+    /// A number of things.
     Count(NumberBounds),
+    /// One of these words.
     Word(&'static [&'static str]),
+    /// A path. A relative one is relative to the directory of its source.
     Path,
+    /// Any text.
     Text,
+    /// True or false.
     Switch,
     /// Texts of all sources together, instead of those of the strongest source.
     List,
@@ -65,17 +78,26 @@ pub type GivenSettings = Vec<(Key, Vec<OsString>)>;
 /// Whether a setting may appear in one kind of source; if not, why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PlaceRule {
+    /// It may.
     Yes,
+    /// It may not, for this reason.
     No(&'static str),
 }
 
+/// One row of the table: what is the same for all values of a setting.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Setting {
+    /// Identifies the setting in code.
     pub key: Key,
+    /// The key in files. The option and the variable are derived from it.
     pub name: &'static str,
+    /// What values it has.
     pub kind: SettingKind,
+    /// Whether the user's `config.toml` may set it.
     pub user_file: PlaceRule,
+    /// Whether the project's `fumehood.toml` may set it.
     pub project_file: PlaceRule,
+    /// Whether a `FUMEHOOD_*` variable may set it.
     pub variable: PlaceRule,
     /// In a submission in the queue. Whoever can write to the database can write one.
     pub queue: PlaceRule,
@@ -83,9 +105,12 @@ pub struct Setting {
 
 macro_rules! settings {
     ($($key:ident $name:literal $kind:expr, $user:expr, $project:expr, $variable:expr, $queue:expr;)*) => {
+        /// Identifies a setting.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[allow(missing_docs, reason = "docs/configuration.md describes each setting")]
         pub enum Key { $($key),* }
 
+        /// All settings, in the order of [`Key`].
         pub static SETTINGS: &[Setting] = &[$(Setting {
             key: Key::$key,
             name: $name,
@@ -207,25 +232,26 @@ settings! {
 }
 
 /// The ends of a program after which `--retry-on` may ask for another attempt.
-pub const RETRY_ON: [State; 4] = [
+pub(crate) const RETRY_ON: [State; 4] = [
     State::Failed,
     State::TimedOut,
     State::OutOfMemory,
     State::LimitExceeded,
 ];
-pub const KEY_CHARS_MAX: usize = 200;
+pub(crate) const KEY_CHARS_MAX: usize = 200;
 
-pub fn limit_names() -> String {
+pub(crate) fn limit_names() -> String {
     LimitName::ALL.map(LimitName::as_str).join(", ")
 }
 
-pub fn limit_name(name: &str) -> Option<LimitName> {
+pub(crate) fn limit_name(name: &str) -> Option<LimitName> {
     LimitName::ALL
         .into_iter()
         .find(|limit| limit.as_str() == name)
 }
 
 impl Key {
+    /// Returns the setting's row in the table.
     pub fn setting(self) -> &'static Setting {
         // The macro writes the enum and the table from one list, so they have one order.
         &SETTINGS[self as usize]
@@ -233,21 +259,24 @@ impl Key {
 }
 
 impl Setting {
+    /// Finds a setting by its key in files.
     pub fn named(name: &str) -> Option<&'static Setting> {
         SETTINGS.iter().find(|setting| setting.name == name)
     }
 
+    /// Returns the option, such as `--cpu-time`.
     pub fn flag(&self) -> String {
         format!("--{}", self.name.replace('_', "-"))
     }
 
+    /// Returns the name of the environment variable, such as `FUMEHOOD_CPU_TIME`.
     pub fn variable_name(&self) -> String {
         format!("{VARIABLE_PREFIX}{}", self.name.to_ascii_uppercase())
     }
 
     /// Whether the policy can set a ceiling. There is none for `free_reserve`: more free space harms nobody, and
     /// operators would mistake a ceiling for a required reserve.
-    pub fn has_ceiling(&self) -> bool {
+    pub(crate) fn has_ceiling(&self) -> bool {
         self.kind.bounds().is_some() && self.key != Key::FreeReserve
     }
 
@@ -276,7 +305,7 @@ impl SettingKind {
         }
     }
 
-    pub fn parse_number(self, text: &str) -> Result<u64, UnitError> {
+    pub(crate) fn parse_number(self, text: &str) -> Result<u64, UnitError> {
         match self {
             Duration(_) => units::parse_duration_ms(text),
             Size(_) => units::parse_size(text),
@@ -286,7 +315,7 @@ impl SettingKind {
     }
 
     /// Returns text that [`SettingKind::parse_number`] reads as exactly this number.
-    pub fn exact(self, number: u64) -> String {
+    pub(crate) fn exact(self, number: u64) -> String {
         match self {
             Duration(_) => format!("{number}ms"),
             Cpus(_) => format!("{}.{:03}", number / 1000, number % 1000),
@@ -294,6 +323,7 @@ impl SettingKind {
         }
     }
 
+    /// Returns the number with its unit, for people. It may be rounded.
     pub fn show(self, number: u64) -> String {
         match self {
             Duration(_) => units::format_duration(number),

@@ -51,6 +51,7 @@ const OTHER_USERS_MAX: [(Key, u64); 4] = [
 /// What a worker decides about every submission that it runs, from its own options, variables and files and the policy.
 /// It is resolved once, before any submission is read.
 pub struct WorkerSettings {
+    /// Where the worker's queue and results are.
     pub record: RecordSettings,
     /// The policy, and the entries of [`WORKER_SETTINGS`].
     merged: MergedSettings,
@@ -59,8 +60,10 @@ pub struct WorkerSettings {
 
 /// What a worker has reserved for an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ReservedCapacity {
+pub(crate) struct ReservedCapacity {
+    /// The memory that the attempt counts for.
     pub memory_bytes: u64,
+    /// Thousandths of a CPU that the attempt counts for.
     pub cpu_milli: u64,
     /// The CPUs for a request that asks for no number of them: all that the worker has.
     pub cpu_milli_max: u64,
@@ -84,7 +87,11 @@ impl WorkerSettings {
     }
 
     /// Makes the request of a submission whose files are staged in `staged`. Reads nothing of this process and no file.
-    pub fn request(&self, submission: &Submission, staged: &Path) -> Result<Request, ConfigError> {
+    pub(crate) fn request(
+        &self,
+        submission: &Submission,
+        staged: &Path,
+    ) -> Result<Request, ConfigError> {
         submission.check().map_err(ConfigError::Submission)?;
         let mut merged = self.merged.clone();
         for (name, value) in &submission.settings {
@@ -134,7 +141,10 @@ impl WorkerSettings {
 impl Request {
     /// Bounds memory and CPUs by what the worker has reserved. The worker read that from columns of the queue, so a
     /// request that asks for more is refused. A limit that the request leaves open becomes what is reserved for it.
-    pub fn within_reservation(&self, reserved: ReservedCapacity) -> Result<Request, ConfigError> {
+    pub(crate) fn within_reservation(
+        &self,
+        reserved: ReservedCapacity,
+    ) -> Result<Request, ConfigError> {
         let bound =
             |limit: Option<RequestedLimit<u64>>, asked_max: u64, default_max: u64| match limit
                 .filter(|limit| limit.explicit)

@@ -16,7 +16,7 @@
 mod claiming;
 mod error;
 mod event;
-pub mod lease_renewal;
+pub(crate) mod lease_renewal;
 mod maintenance;
 mod name;
 mod options;
@@ -56,6 +56,8 @@ const BUSY_WAIT: Duration = Duration::from_millis(50);
 /// The exit code of a runner that could not start its analysis.
 const COULD_NOT_RUN: i32 = 125;
 
+/// Claims queued analyses and starts a runner process for each. It does nothing by itself: the caller repeats
+/// [`Worker::run_once`].
 pub struct Worker {
     options: WorkerOptions,
     recorder: Recorder,
@@ -183,6 +185,7 @@ impl Worker {
         self.has_no_work_left() && self.nothing_queued
     }
 
+    /// Returns how many analyses can run at the same time.
     pub fn slots(&self) -> u32 {
         self.options.slots
     }

@@ -63,18 +63,24 @@ pub enum RunnerResult {
 /// Why a runner could not end its attempt. The worker finishes what it left.
 #[derive(Debug, thiserror::Error)]
 pub enum RunnerError {
+    /// The signals to the runner could not be blocked.
     #[error("listen for signals")]
     Signals(#[source] io::Error),
+    /// The worker's order could not be received on standard input.
     #[error("read the order from standard input")]
     Order(#[source] io::Error),
+    /// The renewal of the lease could not be started.
     #[error("hold the lease")]
     Lease(#[source] io::Error),
+    /// Nothing ran, and that could not be recorded.
     #[error("{message}; and {}", error_chain(.database))]
     NotRecorded {
         /// Why nothing ran.
         message: String,
+        /// Why it could not be recorded.
         database: Box<CommitError>,
     },
+    /// The order of the ended attempt could not be removed from the slot.
     #[error("clear the order")]
     ClearOrder(#[source] io::Error),
 }

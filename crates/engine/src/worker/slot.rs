@@ -17,7 +17,7 @@ use crate::attempt::context::Claim;
 use crate::home::{Home, create_private_dir};
 use store::Capacity;
 
-pub const ORDER_VERSION: u32 = 1;
+pub(crate) const ORDER_VERSION: u32 = 1;
 const ORDER_BYTES_MAX: u64 = 16 << 20;
 const ORDER: &str = "order";
 /// Ends an order. JSON on one line does not contain it. The rest of a longer, earlier order may follow it.
@@ -30,25 +30,29 @@ const INPUTS: &str = "inputs";
 /// What a runner is to do. It has no `Debug`: it contains the key of the attempt, and the request may contain secrets.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunnerOrder {
-    pub version: u32,
+    /// The format of the order: [`ORDER_VERSION`].
+    pub(crate) version: u32,
+    /// The attempt, and the lease on it.
     #[serde(flatten)]
     pub claim: Claim,
     /// JSON of [`store::types::submission::Submission`].
-    pub request: String,
-    pub submitter: String,
+    pub(crate) request: String,
+    /// Who submitted the analysis.
+    pub(crate) submitter: String,
     /// What the attempt counts for in the worker's sums.
-    pub memory_bytes: u64,
-    pub cpu_milli: u64,
+    pub(crate) memory_bytes: u64,
+    /// The same for CPUs, in thousandths of one.
+    pub(crate) cpu_milli: u64,
     /// All CPUs that the worker has. A request that asks for no number may use them.
-    pub cpu_milli_max: u64,
+    pub(crate) cpu_milli_max: u64,
     /// The directory of the slot.
-    pub slot: PathBuf,
+    pub(crate) slot: PathBuf,
     /// The file that the worker keeps locked while it lives.
-    pub worker: PathBuf,
+    pub(crate) worker: PathBuf,
 }
 
 impl RunnerOrder {
-    pub fn reserved_capacity(&self) -> Capacity {
+    pub(crate) fn reserved_capacity(&self) -> Capacity {
         Capacity {
             memory_bytes: self.memory_bytes,
             cpu_milli: self.cpu_milli,
@@ -56,21 +60,21 @@ impl RunnerOrder {
     }
 
     /// Where the runner puts the submitted inputs before they are copied into the workspace.
-    pub fn inputs_dir(&self) -> PathBuf {
+    pub(crate) fn inputs_dir(&self) -> PathBuf {
         self.slot.join(INPUTS)
     }
 }
 
 /// A slot without a live runner. This process holds the lock on its order.
 #[derive(Debug)]
-pub struct Slot {
+pub(crate) struct Slot {
     path: PathBuf,
     order: File,
 }
 
 impl Slot {
     /// Locks a slot. `None`: a live runner has it.
-    pub fn lock(path: &Path) -> io::Result<Option<Slot>> {
+    pub(crate) fn lock(path: &Path) -> io::Result<Option<Slot>> {
         create_private_dir(path).map_err(io::Error::other)?;
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let order = rustix::fs::open(path.join(ORDER), flags, Mode::RUSR | Mode::WUSR)?;
@@ -84,16 +88,16 @@ impl Slot {
         }
     }
 
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// The order of the last runner. An order that was not written completely was never given to a runner.
-    pub fn order(&mut self) -> io::Result<Option<RunnerOrder>> {
+    pub(crate) fn order(&mut self) -> io::Result<Option<RunnerOrder>> {
         parse_order(&mut self.order)
     }
 
-    pub fn write(&mut self, order: &RunnerOrder) -> io::Result<()> {
+    pub(crate) fn write(&mut self, order: &RunnerOrder) -> io::Result<()> {
         self.clear()?;
         let mut text = serde_json::to_vec(order).map_err(io::Error::other)?;
         text.push(END);
@@ -103,7 +107,7 @@ impl Slot {
     }
 
     /// Removes the order: nothing is left to do in this slot.
-    pub fn clear(&mut self) -> io::Result<()> {
+    pub(crate) fn clear(&mut self) -> io::Result<()> {
         match open_pid(&self.path, OFlags::empty()) {
             Ok(pid) => overwrite(&pid, NO_PID)?,
             Err(rustix::io::Errno::NOENT) => {}
@@ -113,18 +117,18 @@ impl Slot {
         self.order.rewind()
     }
 
-    pub fn inputs_dir(&self) -> PathBuf {
+    pub(crate) fn inputs_dir(&self) -> PathBuf {
         self.path.join(INPUTS)
     }
 
     /// The standard input for the runner. The lock goes with it.
-    pub fn order_for_runner(&self) -> io::Result<OwnedFd> {
+    pub(crate) fn order_for_runner(&self) -> io::Result<OwnedFd> {
         self.order.try_clone().map(OwnedFd::from)
     }
 }
 
 /// Reads the order of a slot without its lock.
-pub fn read_order(path: &Path) -> Option<RunnerOrder> {
+pub(crate) fn read_order(path: &Path) -> Option<RunnerOrder> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let order = rustix::fs::open(path.join(ORDER), flags, Mode::empty()).ok()?;
     parse_order(&mut File::from(order)).ok()?
@@ -141,7 +145,7 @@ fn parse_order(order: &mut File) -> io::Result<Option<RunnerOrder>> {
 
 /// For the runner: reads the order from standard input. The runner must keep the returned descriptor, which holds the
 /// lock, until its end.
-pub fn receive_order() -> io::Result<(RunnerOrder, OwnedFd)> {
+pub(crate) fn receive_order() -> io::Result<(RunnerOrder, OwnedFd)> {
     let held = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
     let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
     // Processes that the runner starts must not keep the lock.
@@ -155,7 +159,7 @@ pub fn receive_order() -> io::Result<(RunnerOrder, OwnedFd)> {
 }
 
 /// For the runner: nothing is left to do for this order.
-pub fn clear_order(held: &OwnedFd) -> io::Result<()> {
+pub(crate) fn clear_order(held: &OwnedFd) -> io::Result<()> {
     overwrite_order(held.as_fd())
 }
 
@@ -221,7 +225,7 @@ fn entries(dir: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// Whether some process holds a lock on this file.
-pub fn is_locked(path: &Path) -> bool {
+pub(crate) fn is_locked(path: &Path) -> bool {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let Ok(file) = rustix::fs::open(path, flags, Mode::empty()) else {
         return false;
@@ -231,7 +235,7 @@ pub fn is_locked(path: &Path) -> bool {
 }
 
 /// Asks the slot's runner to end its analysis. False: there is no runner.
-pub fn signal_runner(path: &Path) -> bool {
+pub(crate) fn signal_runner(path: &Path) -> bool {
     let pid = std::fs::read_to_string(path.join(PID)).ok();
     let pid = pid.and_then(|text| Pid::from_raw(text.trim().parse().ok()?));
     let Some(Ok(process)) = pid.map(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()))

@@ -5,8 +5,8 @@
 //!   owners and to remove.
 //! - `uid_pool.rs`: leases an unprivileged uid to each analysis that root runs.
 
-pub mod copy_in;
-pub mod tree;
+pub(crate) mod copy_in;
+pub(crate) mod tree;
 pub mod uid_pool;
 
 use std::ffi::OsString;
@@ -20,24 +20,34 @@ use serde::{Deserialize, Serialize};
 use crate::workspace::tree::TreeError;
 use store::types::analysis_id::AnalysisId;
 
+/// Why a workspace could not be made, used or removed.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum WorkspaceError {
+    /// The directory for workspaces could not be opened or examined.
     #[error("use {root:?} for workspaces")]
     Root { root: PathBuf, source: io::Error },
+    /// Others could replace a workspace in the directory for workspaces.
     #[error(
         "{root:?} can be written by others and is not sticky (chmod +t), so anyone could replace a workspace in it; choose another --workspace-root"
     )]
     RootNotSafe { root: PathBuf },
+    /// Something exists already where the workspace would be.
     #[error("{path:?} exists already and is not touched; remove it, or choose another --id")]
     Exists { path: PathBuf },
+    /// A process still holds the workspace's lock.
     #[error("the workspace {path:?} is still held by a process of its analysis")]
     InUse { path: PathBuf },
+    /// The workspace's directory could not be made.
     #[error("make the workspace {path:?}")]
     Make { path: PathBuf, source: io::Error },
+    /// A link could not be made in the workspace.
     #[error("make the link {name:?} in the workspace; an input has the same name")]
     Link { name: PathBuf, source: io::Error },
+    /// The workspace could not be removed completely.
     #[error("remove the workspace {path:?}")]
     Remove { path: PathBuf, source: TreeError },
+    /// The workspace's files could not be given another owner.
     #[error("take over the workspace {path:?}")]
     TakeOver { path: PathBuf, source: TreeError },
 }
@@ -46,15 +56,17 @@ pub enum WorkspaceError {
 /// same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DirectoryIdentity {
-    pub device: u64,
-    pub inode: u64,
+    /// The number of the file system's device.
+    pub(crate) device: u64,
+    /// The inode number.
+    pub(crate) inode: u64,
     /// Seconds and nanoseconds; `None` if the file system does not report a birth time.
-    pub born: Option<(i64, u32)>,
+    pub(crate) born: Option<(i64, u32)>,
 }
 
 impl DirectoryIdentity {
     /// The identity of the directory at a path. The last component is not followed if it is a symlink.
-    pub fn of(path: &Path) -> Option<DirectoryIdentity> {
+    pub(crate) fn of(path: &Path) -> Option<DirectoryIdentity> {
         DirectoryIdentity::at(rustix::fs::CWD, path).ok()
     }
 
@@ -77,7 +89,7 @@ impl DirectoryIdentity {
 
 /// A workspace that this process created, or reopened, and holds locked.
 #[derive(Debug)]
-pub struct Workspace {
+pub(crate) struct Workspace {
     path: PathBuf,
     name: OsString,
     root: OwnedFd,
@@ -92,7 +104,7 @@ pub fn path_for(root: &Path, id: &AnalysisId) -> PathBuf {
 
 /// A random name for a workspace that is being prepared. Only this run knows the name, so a directory of that name
 /// belongs to this run even if this process dies.
-pub fn draft_path_for(root: &Path, id: &AnalysisId) -> PathBuf {
+pub(crate) fn draft_path_for(root: &Path, id: &AnalysisId) -> PathBuf {
     let mut noise = [0u8; 16];
     // Without randomness the name is guessable, but mkdir still fails if the name exists.
     let _ = rustix::rand::getrandom(&mut noise, rustix::rand::GetRandomFlags::empty());
@@ -105,7 +117,7 @@ pub fn draft_path_for(root: &Path, id: &AnalysisId) -> PathBuf {
 impl Workspace {
     /// Creates the directory under its draft name with mode 0700, and gives it to `owner`. [`Workspace::publish`]
     /// gives it its final name.
-    pub fn draft(
+    pub(crate) fn draft(
         path: PathBuf,
         draft: &Path,
         owner: Option<(u32, u32)>,
@@ -134,7 +146,7 @@ impl Workspace {
     }
 
     /// Renames the draft to the workspace's path. Fails if anything exists there.
-    pub fn publish(&mut self) -> Result<(), WorkspaceError> {
+    pub(crate) fn publish(&mut self) -> Result<(), WorkspaceError> {
         let name = self.path.file_name().unwrap_or_default().to_os_string();
         let flags = rustix::fs::RenameFlags::NOREPLACE;
         match rustix::fs::renameat_with(&self.root, &self.name, &self.root, &name, flags) {
@@ -151,7 +163,7 @@ impl Workspace {
 
     /// Creates the hidden directory that holds the private /tmp and home. `dir` is this workspace or the tmpfs of a
     /// workspace in memory.
-    pub fn create_private_dirs(
+    pub(crate) fn create_private_dirs(
         &self,
         dir: BorrowedFd<'_>,
         owner: Option<(u32, u32)>,
@@ -168,7 +180,7 @@ impl Workspace {
 
     /// Creates symlinks, given as (name, target). First removes an empty directory of the same name: an earlier
     /// attempt with mounts leaves such directories behind.
-    pub fn link(
+    pub(crate) fn link(
         &self,
         links: &[(PathBuf, PathBuf)],
         owner: Option<(u32, u32)>,
@@ -186,7 +198,7 @@ impl Workspace {
     }
 
     /// Removes the symlinks that are unchanged, so that they are not collected as outputs.
-    pub fn unlink(&self, links: &[(PathBuf, PathBuf)]) {
+    pub(crate) fn unlink(&self, links: &[(PathBuf, PathBuf)]) {
         for (name, target) in links {
             let is_ours = rustix::fs::readlinkat(&self.dir, name, Vec::new())
                 .is_ok_and(|to| to.as_bytes() == target.as_os_str().as_encoded_bytes());
@@ -197,27 +209,23 @@ impl Workspace {
         }
     }
 
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    pub fn dir(&self) -> BorrowedFd<'_> {
+    pub(crate) fn dir(&self) -> BorrowedFd<'_> {
         self.dir.as_fd()
     }
 
     /// Identifies the directory later, by path.
-    pub fn identity(&self) -> DirectoryIdentity {
+    pub(crate) fn identity(&self) -> DirectoryIdentity {
         self.identity
     }
 
     /// Whether the workspace is stored in memory, even if a disk was asked for.
-    pub fn is_on_tmpfs(&self) -> bool {
+    pub(crate) fn is_on_tmpfs(&self) -> bool {
         const TMPFS_MAGIC: i64 = 0x0102_1994;
         rustix::fs::fstatfs(&self.dir).is_ok_and(|s| s.f_type == TMPFS_MAGIC)
     }
 
     /// Opens a workspace that Fumehood created before and that no process holds any more. `None` if it is gone.
-    pub fn reopen(
+    pub(crate) fn reopen(
         path: PathBuf,
         identity: DirectoryIdentity,
         wait: LockWait,
@@ -241,7 +249,7 @@ impl Workspace {
 
     /// Prepares the workspace for a program: gives everything to the leased uid, and creates the hidden directory
     /// again if an earlier [`Workspace::keep`] removed it.
-    pub fn prepare(&self, owner: Option<(u32, u32)>) -> Result<(), WorkspaceError> {
+    pub(crate) fn prepare(&self, owner: Option<(u32, u32)>) -> Result<(), WorkspaceError> {
         if let Some((uid, gid)) = owner {
             self.take_over(uid, gid)?;
         }
@@ -263,7 +271,7 @@ impl Workspace {
     }
 
     /// Removes the workspace. The receipt states why nothing is lost.
-    pub fn remove(self, _safe: Receipt) -> Result<(), WorkspaceError> {
+    pub(crate) fn remove(self, _safe: Receipt) -> Result<(), WorkspaceError> {
         tree::remove(
             self.root.as_fd(),
             &self.name,
@@ -278,13 +286,13 @@ impl Workspace {
 
     /// Keeps the workspace: everything in it becomes the property of the user who runs Fumehood, since another analysis
     /// may lease the uid later.
-    pub fn keep(self) -> Result<PathBuf, WorkspaceError> {
+    pub(crate) fn keep(self) -> Result<PathBuf, WorkspaceError> {
         self.reclaim_ownership()?;
         Ok(self.path)
     }
 
     /// Does what [`Workspace::keep`] does, and keeps holding the workspace.
-    pub fn reclaim_ownership(&self) -> Result<(), WorkspaceError> {
+    pub(crate) fn reclaim_ownership(&self) -> Result<(), WorkspaceError> {
         let (uid, gid) = (
             rustix::process::geteuid().as_raw(),
             rustix::process::getegid().as_raw(),
@@ -333,19 +341,17 @@ fn set_owner(
 
 /// The reason for the removal of a workspace: why nothing is lost that should be recorded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Receipt {
+pub(crate) enum Receipt {
     /// Outputs and record are durable, in the database or in `pending/`.
     OutputsDurable,
     /// No program ran in the workspace; or one ran, and the caller returns an error instead of a result, so that no
     /// output is recorded.
     NothingRan,
-    /// The user wants no record.
-    Unrecorded,
 }
 
 /// Whether to wait for the init process of a dead runner, which may still hold the lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LockWait {
+pub(crate) enum LockWait {
     NoWait,
     Brief,
 }
@@ -354,7 +360,7 @@ pub enum LockWait {
 ///
 /// init inherited the runner's open directory and with it the lock. While the lock is held, a process of the analysis
 /// is alive.
-pub fn remove_abandoned(
+pub(crate) fn remove_abandoned(
     path: &Path,
     identity: DirectoryIdentity,
     wait: LockWait,
@@ -381,7 +387,10 @@ impl LockWait {
 
 /// The workspace of an id whose run record is lost, if it certainly belongs to a run: the hidden directory exists,
 /// and both directories belong to a uid of [`uid_pool::RANGE`] or, without root, to this user.
-pub fn find_unrecorded(root: &Path, id: &AnalysisId) -> Option<(PathBuf, DirectoryIdentity)> {
+pub(crate) fn find_unrecorded(
+    root: &Path,
+    id: &AnalysisId,
+) -> Option<(PathBuf, DirectoryIdentity)> {
     let path = root.join(format!("scidex-analysis-{id}"));
     let own = rustix::process::geteuid();
     let is_a_runs = |path: &Path| {

@@ -21,14 +21,20 @@ const DIRECTORY: &str = "/run/fumehood/uids";
 /// The content of a lease file begins with this while the lease is held. No boot id begins with it.
 const IN_USE: &str = "-";
 
+/// Why no uid could be leased.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the variants say what the fields are")]
 pub enum UidLeaseError {
+    /// The directory of the leases could not be created or examined.
     #[error("make the directory {path:?} for uid leases")]
     Directory { path: PathBuf, source: io::Error },
+    /// Others than root could write to the directory of the leases.
     #[error("{path:?} must belong to root and be writable by root only")]
     NotOurs { path: PathBuf },
+    /// The file of a lease could not be opened, locked or written.
     #[error("open the lease {path:?}")]
     Open { path: PathBuf, source: io::Error },
+    /// Every uid of the range is leased, reserved, or may still have processes.
     #[error("all {COUNT} uids for analyses are in use; end some analyses")]
     NoneFree,
 }
@@ -36,12 +42,14 @@ pub enum UidLeaseError {
 /// A uid, and the gid of the same number, that no other run has until this is dropped.
 #[derive(Debug)]
 pub struct UidLease {
+    /// The leased uid.
     pub uid: u32,
     file: OwnedFd,
     boot_id: String,
 }
 
 impl UidLease {
+    /// Leases the first uid of [`RANGE`] that is free.
     pub fn acquire() -> Result<UidLease, UidLeaseError> {
         UidLease::acquire_in(Path::new(DIRECTORY), RANGE)
     }

@@ -22,6 +22,7 @@
 mod tests;
 pub(crate) mod walk;
 
+#[cfg(test)]
 use std::collections::HashSet;
 use std::ffi::{CStr, CString, OsStr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -124,6 +125,7 @@ pub struct ReownedEntries {
 }
 
 /// The size of what lies below a directory, without the directory itself.
+#[cfg(test)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TreeSize {
     /// Allocated bytes, `st_blocks * 512`. A file with several links counts once.
@@ -137,6 +139,7 @@ pub struct TreeSize {
 }
 
 /// Removes everything below an open directory. The caller removes the directory itself.
+#[cfg(test)]
 pub fn remove_contents(dir: BorrowedFd<'_>) -> Result<RemovedEntries, TreeError> {
     remove_at_most(dir, ENTRIES_MAX, &mut || Ok(TopState::Present))
 }
@@ -251,6 +254,7 @@ pub fn take_over(dir: BorrowedFd<'_>, uid: u32, gid: u32) -> Result<ReownedEntri
 
 /// Sums up what lies below a directory, looking at no more than `entries_max` entries. Changes nothing, so a plain
 /// user cannot read a directory without permissions; the result says so.
+#[cfg(test)]
 pub fn measure(dir: BorrowedFd<'_>, entries_max: u64) -> TreeSize {
     let mut measure = MeasureVisitor {
         sum: TreeSize::default(),
@@ -439,6 +443,7 @@ impl TreeVisitor for TakeOverVisitor {
     }
 }
 
+#[cfg(test)]
 struct MeasureVisitor {
     sum: TreeSize,
     /// The counted files that have more than one link. Bounded by `entries_max`.
@@ -446,6 +451,7 @@ struct MeasureVisitor {
     entries_max: u64,
 }
 
+#[cfg(test)]
 impl TreeVisitor for MeasureVisitor {
     fn visit_entry(&mut self, entry: WalkedEntry<'_>) -> Result<VisitAction, EntryFault> {
         if self.entries_max == 0 {
