@@ -29,6 +29,7 @@
 //! Only the sandbox crate uses `unsafe` code and raw system calls. All SQL is in the store crate. Everything here is
 //! blocking code.
 
+#![warn(missing_docs)]
 #![forbid(unsafe_code)]
 
 pub mod attempt;
