@@ -226,7 +226,7 @@ fn guess_hints(
     }
     if ran.outcome.stop == Some(Stop::OpenFiles) {
         let text = String::from(
-            "its processes together had more than a tenth of the files open that this host can have (fs.file-max); \
+            "guess: its processes together had more than a tenth of the files open that this host can have (fs.file-max); \
              close some, start fewer processes, or have fs.file-max raised",
         );
         let kind = hints::HintKind::OpenFiles;

@@ -110,6 +110,8 @@ fn killed_runner(cluster: &TestCluster) {
     let always = cluster.submit("always", &["--retries", "2"], &script);
     for id in [&once, &never, &always] {
         cluster.wait_until_runs(id);
+        let half = cluster.machines[0].workspace(id).join("half.txt");
+        cluster.until("it has written a file", || half.exists());
         cluster.kill_runner(id);
         cluster.until("its analysis dies with it", || {
             !cluster.monitor.running().contains(id)
