@@ -335,7 +335,8 @@ pub fn run_record(data: &[u8]) -> bool {
     })
 }
 
-/// Parses settings files. A machine may have written a project's file; the others keep out mistakes.
+/// Parses settings files. A program may have written a project's file. People whom Fumehood trusts write the other
+/// files, and make mistakes.
 pub fn settings(data: &[u8]) -> bool {
     let text = String::from_utf8_lossy(data);
     let project = SettingOrigin::ProjectFile("/p/fumehood.toml".into());

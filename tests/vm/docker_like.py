@@ -3,18 +3,19 @@
 
     docker_like.py [--user NAME] [--no-seccomp] [--no-masks] [--no-capabilities] -- COMMAND [ARGS]
 
-Three things around the command, and the same host below it:
+The host stays the same. The script changes three things for the command:
 
-- the system calls that Docker's default profile refuses without CAP_SYS_ADMIN are refused, by a filter that nothing
-  can take off again;
-- Docker's masks lie over /proc and /sys in a mount namespace of its own, and cgroups are read-only (as root only);
-- of root's capabilities those fourteen are left that Docker leaves.
+- A filter refuses the system calls that Docker's default profile refuses without CAP_SYS_ADMIN. Nothing can remove the
+  filter.
+- Docker's masks lie over /proc and /sys in a separate mount namespace, and cgroups are read-only (as root only).
+- Of root's capabilities, the command keeps the fourteen that Docker keeps.
 
-It works on any x86_64 host, as root or as a plain user. A plain user cannot mount, so the masks are left out and that is
-said. `--user NAME`, as root, sets everything up and then becomes that user, like `docker run --user`.
+It works on any x86_64 host, as root or as a plain user. A plain user cannot mount, so the script leaves the masks out
+and says so. `--user NAME`, as root, sets everything up and then becomes that user, like `docker run --user`.
 
-The flags that leave a part out stand for Docker's own: `--no-seccomp` for `--security-opt seccomp=unconfined`,
-`--no-masks` for `--security-opt systempaths=unconfined`, `--no-capabilities` (none are taken) for `--privileged`'s.
+Each flag that leaves a part out stands for an option of Docker: `--no-seccomp` for `--security-opt seccomp=unconfined`,
+`--no-masks` for `--security-opt systempaths=unconfined`, `--no-capabilities` for the part of `--privileged` that leaves
+all capabilities.
 """
 
 import argparse
@@ -29,15 +30,15 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 EPERM, ENOSYS = 1, 38
 
-# System calls of x86_64 that the profile does not allow to a container without further capabilities. They get EPERM, as
-# its default action says.
+# System calls of x86_64 that the profile does not allow to a container without further capabilities. They get EPERM,
+# the profile's default action.
 REFUSED = {
     # Namespaces, mounts and roots: what CAP_SYS_ADMIN would allow.
     "unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "open_tree": 428, "move_mount": 429,
     "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "mount_setattr": 442,
     "sethostname": 170, "setdomainname": 171, "quotactl": 179, "quotactl_fd": 443, "lookup_dcookie": 212,
     "fanotify_init": 300, "syslog": 103,
-    # Files by handle go round every mount: CAP_DAC_READ_SEARCH.
+    # Opening a file by its handle bypasses every mount: CAP_DAC_READ_SEARCH.
     "open_by_handle_at": 304,
     # Other processes: CAP_SYS_PTRACE.
     "kcmp": 312, "pidfd_getfd": 438, "process_madvise": 440,
@@ -68,7 +69,7 @@ NR, ARCH, ARG0 = 0, 4, 16
 # CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID SETPCAP NET_BIND_SERVICE NET_RAW SYS_CHROOT MKNOD AUDIT_WRITE SETFCAP
 KEPT = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31)
 
-# What the runtime mounts over, and what it makes read-only, in Docker's default specification.
+# The paths that Docker's default specification masks by a mount, and the paths that it makes read-only.
 MASKED = (
     "/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
     "/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats", "/sys/devices/virtual/powercap",
@@ -119,7 +120,7 @@ def masks():
 
 
 def program():
-    """The filter, as one list of instructions. Every test either ends it or falls through to the next."""
+    """Returns the filter as one list of instructions. Each test ends the filter or continues with the next test."""
     code = []
 
     def op(opcode, constant, on_true=0, on_false=0):
@@ -130,7 +131,8 @@ def program():
 
     op(LD, ARCH)
     op(JEQ, AUDIT_ARCH_X86_64, 1, 0)
-    # Docker filters 32-bit programs by the same names; the host's own tools need none, so here they are refused whole.
+    # Docker filters 32-bit programs by the names of the same calls. The host's own tools need no 32-bit programs, so
+    # this filter refuses all their calls.
     refuse(EPERM)
     op(LD, NR)
     # The x32 numbers.
@@ -139,7 +141,8 @@ def program():
     for number in sorted(REFUSED.values()):
         op(JEQ, number, 0, 1)
         refuse(EPERM)
-    # ENOSYS, because its flags lie in memory that a filter cannot read, and C libraries fall back to clone.
+    # clone3 gets ENOSYS, because its flags are in memory that a filter cannot read. C libraries then fall back to
+    # clone.
     op(JEQ, CLONE3, 0, 1)
     refuse(ENOSYS)
 
@@ -187,7 +190,7 @@ def set_capabilities(kept):
     mask = sum(1 << capability for capability in kept)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
-    # Effective and permitted; nothing inheritable, as Docker has it since version 20.10.14.
+    # The effective and permitted sets. The inheritable set is empty, as in Docker since version 20.10.14.
     data = struct.pack("=IIIIII", low, low, 0, high, high, 0)
     checked(libc.capset(header, data), "set the capabilities")
 
@@ -221,7 +224,8 @@ def main():
             print("docker_like.py: a plain user cannot mask /proc", file=sys.stderr)
     if root and not wanted.no_capabilities:
         bound_capabilities()
-    # While root still may: a plain user must give up set-user-id programs for a filter, which Docker does not ask for.
+    # Install the filter before giving up root. A plain user may install a filter only with no_new_privs, which disables
+    # set-user-id programs, and Docker does not ask for that.
     if not wanted.no_seccomp:
         if not root:
             checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "set no_new_privs")

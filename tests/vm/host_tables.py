@@ -1,11 +1,13 @@
 #!/usr/bin/python3 -I
-"""Tables that the whole host has one of: who can use them up. Runs as root in a virtual machine with little memory.
+"""Shows who can exhaust the kernel tables that all processes of a host share. Runs as root in a virtual machine with
+little memory.
 
     host_tables.py FUMEHOOD [files|filters|tcp...]
 
 The same program attacks each table outside Fumehood, as a plain user (the control: the table is then used up for everybody),
 and inside a run with default limits, started by root and by a plain user. Prints `ok NAME: figures` or `FAILED NAME: why` for
-each, and exits with 1 if any failed. It changes settings of the machine: not for one that is used for anything else.
+each, and exits with 1 if any failed. It changes settings of the machine, so use a machine
+that has no other purpose.
 """
 
 import errno
@@ -22,7 +24,7 @@ ACCOUNT = "fumehood-test"
 BINARY = "/usr/local/bin/fumehood-vm"
 PLACE = "/opt/host-tables"
 ATTACK = f"{PLACE}/attack"
-# Generous: emulated processors are slow. It bounds a hang, it measures nothing.
+# The bound for a program that hangs. It is generous, because emulated processors are slow.
 WAIT_S = 240
 
 # `attack WHAT [HOW OFTEN]` takes what it can, prints `held`, and stays until its input ends. `probe-*` tries once and
@@ -159,7 +161,7 @@ def tcp_pages():
 
 
 def compiled_bytes():
-    """Memory for machine code of modules and filters."""
+    """Returns how much memory the machine code of modules and filters takes."""
     names = ("bpf_jit", "bpf_prog_pack", "execmem", "module_alloc")
     lines = [line.split() for line in read("/proc/vmallocinfo").splitlines()]
     return sum(int(line[1]) for line in lines if line[2].startswith(names))
@@ -173,7 +175,7 @@ def as_plain(*command, **options):
 
 
 def ask(*what):
-    """What a plain user outside gets who tries once, while somebody else attacks."""
+    """Tries once as a plain user outside, while somebody else attacks, and returns the result."""
     try:
         return as_plain(ATTACK, *what).communicate(timeout=WAIT_S)[0].split()
     except OSError as error:
@@ -181,7 +183,7 @@ def ask(*what):
 
 
 class Outside:
-    """The attack as a plain user, as long as the block lasts."""
+    """A context manager: a plain user attacks outside until the block ends."""
 
     def __init__(self, *what):
         self.what = what
@@ -198,11 +200,11 @@ class Outside:
 
 
 def inside(user, what, sample, *options):
-    """The attack in a run with default limits; the largest sample meanwhile, and how the run ended."""
+    """Attacks in a run with default limits. Returns all samples, how the run ended, and its record."""
     home = pwd.getpwnam(user or "root").pw_dir
     environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": home, "FUMEHOOD_HOME": f"{home}/fumehood", "LANG": "C.UTF-8"}
     attack = " ".join([ATTACK, *what])
-    # Its input ends after a while, in which an attack that is not stopped holds what it has.
+    # The attack's input ends after 15 seconds. Until then, an attack that is not stopped holds what it has.
     command = [BINARY, "run", "--db", "none", "--json", "--timeout", "200s", *options, "--read", PLACE]
     command += ["--", "/bin/sh", "-c", f"sleep 15 | {attack}"]
     who = dict(user=user, group=user, extra_groups=[]) if user else {}
@@ -241,7 +243,7 @@ def expect(holds, what):
 
 
 def settle(sample, least):
-    """Waits until what an attack held is given back."""
+    """Waits until the system has got back what an attack held."""
     until = time.monotonic() + 60
     while sample() > least and time.monotonic() < until:
         time.sleep(0.1)
@@ -279,7 +281,7 @@ def file_table():
 
 
 def filters():
-    """Whether one filter more is refused or interpreted is up to the kernel; the control tells."""
+    """With all memory for filters taken, the kernel refuses or interprets one filter more. The control prints which."""
     most = 4 << 20
     write("/proc/sys/net/core/bpf_jit_limit", str(most))
     before = compiled_bytes()
@@ -288,7 +290,7 @@ def filters():
         with Outside("filters", "100"):
             held, got = compiled_bytes() - before, ask("probe-filters")
         settle(compiled_bytes, before + most // 50)
-        # The kernel takes 2 MiB at a time for many filters.
+        # If there are many filters, the kernel takes 2 MiB of memory at a time.
         expect(held >= most * 0.9, f"{share(held, most)} bytes")
         return f"{share(held, most)} bytes; one more filter: {' '.join(got)}"
 
@@ -296,7 +298,7 @@ def filters():
         samples, ended, _ = inside(user, ["filters", "100"], compiled_bytes)
         held = max(samples) - before
         figures = f"{share(held, most)} bytes; {ended}"
-        # Fumehood's own filter may be the first of 2 MiB that many share.
+        # Fumehood's own filter may be the first in a block of 2 MiB, which many filters share.
         expect(held <= 2 << 20 and "held 0" in ended, figures)
         return figures
 
@@ -330,7 +332,7 @@ def tcp_memory():
 def main():
     shutil.copy(sys.argv[1], BINARY)
     os.chmod(BINARY, 0o755)
-    # The host's own policy and accounts are not this test's.
+    # The policy and the accounts of the host must not affect this test.
     shutil.rmtree("/etc/fumehood", ignore_errors=True)
     if ACCOUNT not in {account.pw_name for account in pwd.getpwall()}:
         subprocess.run(["useradd", "--no-create-home", ACCOUNT], check=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/python3 -I
-"""Hosts that do not give everything: what Fumehood makes of each is asserted. Runs as root in a virtual machine.
+"""Asserts what Fumehood does on hosts that lack something. Runs as root in a virtual machine.
 
     restricted.py FUMEHOOD GROUP [GROUP...]
 
@@ -7,11 +7,11 @@ GROUP is one of:
     plain       the control: nothing is missing
     namespaces  user namespaces switched off, by either of Debian's two switches
     cgroup      cgroups read-only, then not mounted at all
-    docker      inside what Docker's default profile leaves (see docker_like.py)
+    docker      the confinement of Docker's default profile (see docker_like.py)
     landlock    the kernel was booted without Landlock; with and without user namespaces
 
 Prints `ok NAME` or `FAILED NAME: why` for each, and exits with 1 if any failed. It changes the machine's settings and puts
-them back only as far as the next case needs: not for a machine that is used for anything else.
+them back only as far as the next case needs, so use a machine that has no other purpose.
 """
 
 import json
@@ -26,7 +26,7 @@ import traceback
 HERE = os.path.dirname(os.path.abspath(__file__))
 ACCOUNT = "fumehood-test"
 BINARY = "/usr/local/bin/fumehood-vm"
-# Generous: emulated processors are slow. It bounds a hang, it measures nothing.
+# The bound for a program that hangs. It is generous, because emulated processors are slow.
 WAIT_S = 120
 REFUSED = 125
 
@@ -34,12 +34,13 @@ results = {"ok": 0, "failed": 0}
 
 
 class Run:
-    """One `fumehood run` of a small program, and what it told."""
+    """One `fumehood run` of a small program, and its output."""
 
     def __init__(self, *options, user=None, under=(), lives_as=None, told="--json"):
-        """As `user`. A command put before it, `under`, may need root and become another, in whose home all is done.
+        """Starts the run as `user`. The command `under` is put before it; `under` may need root and become the user
+        `lives_as`, whose home the run then uses.
 
-        What a person is told, remedies above all, is in the words that are printed without --json: told="--quiet"."""
+        Remedies and other messages for people are printed only without --json, so use told="--quiet" to check them."""
         command = [*under, BINARY, "run", "--db", "none", told, *options, "--", "/bin/sh", "-c", "echo inside"]
         home = pwd.getpwnam(lives_as or user or "root").pw_dir
         environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": home, "LANG": "C.UTF-8"}
@@ -63,7 +64,7 @@ class Run:
         return self.record.get("limits", {}).get(limit, {}).get("how_hard")
 
     def ran_at(self, level):
-        """It ran, to its end, at that level and said so."""
+        """Asserts that the program ran to its end at that level, and that the record says so."""
         self.expect(self.code == 0, "exit code 0")
         self.expect(self.record.get("status") == "succeeded", "status succeeded")
         self.expect(self.record.get("stdout", {}).get("text") == "inside\n", "the program's own words")
@@ -71,7 +72,7 @@ class Run:
         return self
 
     def refused(self, *words):
-        """It did not run, and the message has these words (regular expressions)."""
+        """Asserts that the program did not run, and that the message has these words (regular expressions)."""
         self.expect(self.code == REFUSED, f"exit code {REFUSED}")
         self.expect("inside\n" not in self.record.get("stdout", {}).get("text", self.stdout), "that the program never ran")
         said = self.stderr + self.notices + str(self.record.get("message"))
@@ -146,7 +147,7 @@ def no_user_namespaces():
         before = read(setting)
         write(setting, value)
         try:
-            # The control: the switch works on this kernel.
+            # Control: the switch works on this kernel.
             made = subprocess.run(["unshare", "--user", "true"], user=ACCOUNT, stderr=subprocess.DEVNULL).returncode
             assert made != 0, f"user namespaces can still be made with {setting} at {value}"
             check()
@@ -167,7 +168,7 @@ def no_user_namespaces():
             ("plain: level full is refused too", lambda: Run("--level", "full", user=ACCOUNT).refused("user namespace")),
         ):
             case(f"{name}=0, {what}", lambda: without(setting, value, check))
-    # The second switch is for the unprivileged only; the first is for everybody.
+    # unprivileged_userns_clone affects only unprivileged users. max_user_namespaces affects everybody.
     setting, value = switches["unprivileged_userns_clone"]
     case("unprivileged_userns_clone=0, root: full", lambda: without(setting, value, lambda: Run().ran_at("full")))
     setting, value = switches["max_user_namespaces"]
@@ -190,7 +191,7 @@ def no_cgroup():
         case(f"{condition}, plain: the limits are watched", lambda: watched(ACCOUNT))
 
     case("cgroup not delegated, plain: the limits are watched", lambda: watched(ACCOUNT))
-    # A limit that was asked for is not weakened in silence.
+    # Fumehood does not silently weaken a limit that was asked for.
     case(
         "cgroup not delegated, plain: a limit asked for is refused with the remedy",
         lambda: Run("--memory", "256M", user=ACCOUNT).refused("memory", "--allow-degraded"),
@@ -231,7 +232,7 @@ def in_docker():
         "docker, root: full is refused with the remedy",
         lambda: Run("--isolation", "full", under=as_root, told="--quiet").refused("namespace", "fumehood doctor"),
     )
-    # seccomp=unconfined alone: the masks still keep a new /proc from being mounted in a user namespace.
+    # With seccomp=unconfined alone, the masks still prevent the mount of a new /proc in a user namespace.
     masked = (*docker, "--no-seccomp", "--user", ACCOUNT, "--")
     case("docker without its profile, plain: landlock, for /proc is masked", lambda: stepped_down(masked, ACCOUNT))
     bare = (*docker, "--no-seccomp", "--no-masks", "--user", ACCOUNT, "--")
@@ -273,7 +274,7 @@ def main():
     binary, *groups = sys.argv[1:]
     shutil.copy(binary, BINARY)
     os.chmod(BINARY, 0o755)
-    # The host's own policy and accounts are not this test's.
+    # The policy and the accounts of the host must not affect this test.
     shutil.rmtree("/etc/fumehood", ignore_errors=True)
     try:
         account = pwd.getpwnam(ACCOUNT)

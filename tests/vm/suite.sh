@@ -1,5 +1,5 @@
 #!/bin/bash
-# Inside a virtual machine, as root: everything that bin/test-vm tries there, what tells most first.
+# Runs inside a virtual machine, as root: all that bin/test-vm tries there, beginning with the parts that tell most.
 #
 #   suite.sh DIRECTORY KERNEL PICKED
 #
@@ -11,10 +11,10 @@ failed=0
 
 "$here/restricted.py" "$directory/fumehood" plain namespaces cgroup docker || failed=1
 
-# restricted.py has made it.
+# restricted.py has made this account.
 account=fumehood-test
-# As the plain account, in some group below the root, as after a login; root stays where it can make groups: without an
-# init system that is the root of the tree.
+# Runs a command as the plain account, in a group below the root of the tree, as after a login. Root stays in the root
+# of the tree, because without an init system that is where it can make groups.
 as_plain() {
     (
         mkdir -p /sys/fs/cgroup/session && echo "$BASHPID" >/sys/fs/cgroup/session/cgroup.procs || exit 1
@@ -24,7 +24,7 @@ as_plain() {
 }
 as_root() { (cd /root && exec env HOME=/root "$@"); }
 
-# Acts that need no more than this must be proven on any kernel; less means that the battery itself is broken.
+# At least this many acts must be proven on any kernel. If there are fewer, the battery itself is broken.
 held_at_least=50
 attack() {
     local who=$1 level=$2 counts held
@@ -35,7 +35,8 @@ attack() {
     echo "attacks as $who at level $level: $counts"
 }
 attack plain landlock
-# The older kernel is the one that leaves most to us; the newer is nearer to the host's, where bin/test has all four.
+# On the older kernel Fumehood must do most itself. The newer kernel is more like the host's, where bin/test tries all
+# four combinations of user and level.
 case $kernel in
     6.1) attack plain full ;;
     *) attack root landlock ;;
@@ -64,7 +65,7 @@ try() {
 }
 passed=0 broken=0 flaky=0 again=()
 while read -r trial; do
-    # A name that is no trial's would pass by running nothing.
+    # With a name that no trial has, the program would run nothing and succeed.
     if ! grep -qxF "$trial" /var/tmp/trials; then
         echo "FAILED $trial: there is no such trial"
         broken=$((broken + 1))
@@ -74,7 +75,7 @@ while read -r trial; do
         again+=("$trial")
     fi
 done </var/tmp/picked
-# Once more, as bin/test-again does on the host; more than a few are no flakes.
+# Try failed trials once more, as bin/test-again does on the host. If more than a few failed, they are not flaky.
 for trial in "${again[@]}"; do
     if [ ${#again[@]} -le 5 ] && try "$trial"; then
         echo "flaky: $trial"
@@ -86,6 +87,6 @@ for trial in "${again[@]}"; do
 done
 total=$(wc -l </var/tmp/trials)
 echo "promises: $passed passed, $flaky of them flaky, $broken failed, $((total - passed - broken)) of $total not run here"
-# No trial at all would look like success.
+# A suite without any trial would look like success.
 [ "$passed" -gt 0 ] && [ "$broken" = 0 ] || failed=1
 exit $failed

@@ -1,7 +1,7 @@
 #!/bin/bash
-# In bin/vm-systemd: a run has limits that the kernel holds wherever systemd lets it, as root and as a plain user, and
-# leaves nothing behind; and where it must not leave its place, it says why. With an argument, only the checks whose
-# names have these words in them.
+# Runs in bin/vm-systemd. Wherever systemd permits it, a run has limits that the kernel holds, as root and as a plain
+# user, and leaves nothing behind. Where a run must not leave its group, Fumehood says why. With an argument, only the
+# checks run whose names contain these words.
 set -uo pipefail
 only=${1-}
 failures=0
@@ -10,7 +10,7 @@ chmod 755 "$work"
 LIMITS="--memory 64M --pids 20"
 RUN="fumehood run --json $LIMITS --"
 
-# One check: its name, then a command that must succeed. What it printed is shown only if it does not.
+# One check: its name, then a command that must succeed. Its output is shown only if the command fails.
 check() {
     local name=$1; shift
     [[ $name == *"$only"* ]] || return 0
@@ -22,17 +22,17 @@ check() {
     fi
 }
 
-# The places from which people start it. Each takes a command line.
+# The places from which people start Fumehood. Each function takes a command line.
 plain_service() { systemd-run --quiet --wait --pipe --collect "$@"; }
 delegated_service() { plain_service -p Delegate=yes "$@"; }
 as_lab() { plain_service --uid=lab -E HOME=/home/lab "$@"; }
 delegated_as_lab() { as_lab -p Delegate=yes "$@"; }
 lab_manager() { as_lab -E XDG_RUNTIME_DIR=/run/user/1000 systemd-run --user --quiet --wait --pipe --collect "$@"; }
 lab_delegated() { lab_manager -p Delegate=yes "$@"; }
-# Beside another process, as in a terminal.
+# Fumehood runs beside another process of the same scope, as in a terminal.
 lab_beside() { as_lab -E XDG_RUNTIME_DIR=/run/user/1000 systemd-run --user --quiet --scope bash -c 'read -r < <(:); "$@"; exit' bash "$@"; }
 lab_session() {
-    # A session scope of logind's, as a login makes it: PAM is asked by `su`.
+    # A session scope of logind, as a login makes it: `su` asks PAM.
     plain_service su -l lab -c "$(printf '%q ' "$@")"
 }
 
@@ -49,7 +49,8 @@ kernel_holds() {
         says "d['limits']['cpus']['enforced_by'] == 'cgroup v2 cpu.max'"
 }
 
-# A parent that waits for ever for a worker that is gone goes with it. The document comes from a runner that is alive.
+# The parent waits for ever for its worker, so it must be killed together with the worker. The runner survives and
+# writes the document.
 out_of_memory() {
     "$@" $RUN python3 -c "
 import os, signal
@@ -79,7 +80,7 @@ except BlockingIOError:
 scopes() { systemctl list-units --all --no-legend --plain 'fumehood-*.scope'; lab_units 'fumehood-*.scope'; }
 lab_units() { runuser -u lab -- env XDG_RUNTIME_DIR=/run/user/1000 systemctl --user list-units --all --no-legend --plain "$@"; }
 
-# systemd hears of an empty group by an event, a moment later.
+# systemd learns by an event, a moment later, that a group is empty.
 nothing_left() {
     local deadline=$((SECONDS + 15))
     while [ $SECONDS -lt $deadline ]; do
@@ -90,7 +91,7 @@ nothing_left() {
     return 1
 }
 
-# The process that was started as `fumehood run --stdin`, by whatever started it.
+# The pid of the process that was started as `fumehood run --stdin`, whatever started it.
 runner() {
     local file words
     for file in /proc/[0-9]*/cmdline; do
@@ -128,7 +129,7 @@ in_no_scope() { [[ $place == *.service/fumehood_runner-$runner ]] && [ -z "$(sco
 tasks_kept() { in_system_scope && [ "$(cat "/sys/fs/cgroup$(dirname "$place")/pids.max")" = 77 ]; }
 kill_runner() { in_system_scope && kill -9 "$runner"; }
 
-# Nothing is asked for, and the reason is told: exit 125, and the words on standard error.
+# The run makes no scope, and the user learns why: the exit code is 125, and standard error has the words.
 refused() {
     local words=$1; shift
     "$@" >"$work/refused" 2>&1
@@ -138,7 +139,7 @@ refused() {
 }
 
 echo "$(systemctl --version | head -1), Linux $(uname -r)"
-# The first of a user's manager's units is slow to come.
+# The first unit of a user's manager starts slowly, so start one before the checks.
 as_lab true
 for place in plain_service delegated_service as_lab lab_manager; do
     check "$place: out of memory as a whole, and the runner lives to tell" out_of_memory $place
@@ -161,7 +162,7 @@ check "nor one on CPUs" refused 'limits this process by its cpu.max' plain_servi
 check "nor a Slurm job" refused 'part of a Slurm job' plain_service -E SLURM_JOB_ID=7 $RUN true
 check "without a manager there is no scope" refused 'runtime directory' plain_service --uid=guest -E HOME=/home/guest $RUN true
 
-# Somebody else's directory, with a socket that would answer.
+# A directory of another user, with a socket that would answer.
 mkdir -m 777 "$work/evil"; mkdir -p "$work/evil/systemd"; chmod 777 "$work/evil/systemd"
 python3 -c "
 import socket, sys
@@ -175,7 +176,7 @@ check "a socket in a directory of somebody else's is not talked to" refused 'run
 check "so the listener heard nobody" test ! -e "$work/fooled"
 kill $fake
 
-# What packaging/systemd ships.
+# The files that packaging/systemd ships.
 here=$(cd "$(dirname "$0")/../../../packaging/systemd" && pwd)
 mkdir -p /etc/systemd/system/user@.service.d
 cp "$here"/fumehood-gc.* /etc/systemd/system/ && cp "$here"/user@.service.d/*.conf /etc/systemd/system/user@.service.d/
@@ -183,7 +184,7 @@ ln -sf /usr/local/bin/fumehood /usr/bin/fumehood
 systemctl daemon-reload
 check "the units are well-formed" eval 'systemd-analyze verify /etc/systemd/system/fumehood-gc.timer && systemctl start fumehood-gc.service'
 check "the users' managers are given every controller" eval '[ "$(systemctl show -P DelegateControllers user@1000.service)" = "cpu cpuset io memory pids" ]'
-# A service that is not alone in its group, as a platform's is that starts runs.
+# A service that is not alone in its group, like the service of a platform that starts runs.
 if [ "$(systemctl --version | awk "NR == 1 { print \$2 }")" -ge 254 ]; then
     mkdir -p /etc/systemd/system/platform@.service.d
     cp "$here/delegate.conf" /etc/systemd/system/platform@.service.d/fumehood.conf
@@ -199,7 +200,7 @@ if [ "$(systemctl --version | awk "NR == 1 { print \$2 }")" -ge 254 ]; then
     done
 fi
 
-# Without its private sockets the managers are asked over the message buses. systemctl itself needs them.
+# Without their private sockets, Fumehood asks the managers over the message buses. systemctl itself needs the sockets.
 mv /run/systemd/private /run/systemd/private.away
 mv /run/user/1000/systemd/private /run/user/1000/systemd/private.away
 check "over the system's bus" during placed_in_system_scope plain_service
@@ -207,7 +208,7 @@ check "over the user's bus" during placed_in_lab_scope as_lab
 mv /run/user/1000/systemd/private.away /run/user/1000/systemd/private
 mv /run/systemd/private.away /run/systemd/private
 
-# A manager that does not answer costs two seconds and no more.
+# A manager that does not answer delays a run by two seconds and no more.
 kill -STOP "$(systemctl show -P MainPID user@1000.service)"
 begin=$SECONDS
 check "a manager that hangs is not waited for" eval "systemd-run --quiet --wait --pipe --collect --uid=lab -E HOME=/home/lab $RUN true >$work/hung 2>&1; [ \$? = 125 ] && grep -q 'in time' $work/hung || { cat $work/hung; false; }"

@@ -1,8 +1,8 @@
 #!/bin/bash
-# In bin/vm-systemd: the worker as packaging/systemd ships it, under the system's manager and under a user's own. Whatever
-# becomes of the worker, restarted, killed, hung, drained or stopped, the analyses that it started go on as the same
-# processes and commit, once each. Arguments: system, user (both if there are none; with version 1 of cgroups a plain
-# user has no limits that the kernel holds, so only system).
+# Runs in bin/vm-systemd: the worker as packaging/systemd ships it, under the system's manager and under a user's own.
+# The worker is restarted, killed, hung, drained and stopped. Meanwhile the analyses that it started go on in the same
+# processes, and each commits once. Arguments: system, user (both if there are none). With version 1 of cgroups only
+# system works, because the kernel then holds no limits for a plain user.
 set -uo pipefail
 failures=0
 work=$(mktemp -d)
@@ -12,7 +12,7 @@ cgroups=1; [ ! -e /sys/fs/cgroup/cgroup.controllers ] || cgroups=2
 version=$(systemctl --version | awk 'NR == 1 { print $2 }')
 echo "$(systemctl --version | head -1), Linux $(uname -r)"
 
-# One check: its name, then a command that must succeed. What it printed is shown only if it does not.
+# One check: its name, then a command that must succeed. Its output is shown only if the command fails.
 check() {
     local name=$1; shift
     if "$@" >"$work/said" 2>&1; then
@@ -23,7 +23,7 @@ check() {
     fi
 }
 
-# Until the command succeeds. The bound is for an emulated machine.
+# Waits until the command succeeds. The bound is long enough for an emulated machine.
 until_true() {
     local deadline=$((SECONDS + 90))
     until "$@"; do
@@ -32,13 +32,13 @@ until_true() {
     done
 }
 
-# Each program waits in its workspace for a word from outside, and has its id among its arguments.
+# Each program waits in its workspace for the file `go`, and has its id among its arguments.
 PROGRAM='mkdir -p out; echo "$0" >>out/starts; n=0
 until [ -e go ] || [ $n = 900 ]; do sleep 1; n=$((n + 1)); done; [ -e go ]'
 submit() { local id; for id; do fh submit --id "$id" --memory 64M --pids 20 --output 'out/*' -- sh -c "$PROGRAM" "witness-$id" || return 1; done; }
 let_go() { local id; for id; do touch "/tmp/scidex-analysis-$id/go" || return 1; done; }
 
-# Every start that was ever seen of these programs: id, number and moment of birth of the process. A line each, once.
+# Writes a line for each start of one of these programs that it sees: id, pid and start time of the process.
 cat >"$work/watch.py" <<'PY'
 import os, sys, time
 def words(pid):
@@ -61,7 +61,7 @@ with open(sys.argv[1], "w", buffering=1) as out:
                 print(*start, file=out)
         time.sleep(0.5)
 PY
-# Those of them that live.
+# The processes of these lines that still live.
 alive() {
     local id pid born now
     while read -r id pid born; do
@@ -79,7 +79,7 @@ another_main() { local pid; pid=$(main); [ "$pid" != 0 ] && [ "$pid" != "$old" ]
 field() { fh show "$1" --json | python3 -c "import json, sys; print(json.load(sys.stdin)[sys.argv[1]])" "$2"; }
 in_state() { [ "$(field "$1" status)" = "$2" ] || { echo "$1 is $(field "$1" status), not $2"; false; }; }
 
-# Succeeded, at the first attempt, started once in all, by what was seen from outside.
+# Each analysis succeeded at its first attempt, and its program was seen to start only once.
 ended_well() {
     local id
     fh wait --timeout 120s "$@" || return 1
@@ -89,7 +89,7 @@ ended_well() {
     done
 }
 
-# The runners, which have the word after the program's name to themselves.
+# The pids of the runners, whose first argument is `__runner`.
 runners() {
     local file words
     for file in /proc/[0-9]*/cmdline; do
@@ -97,7 +97,8 @@ runners() {
         [ "${words[1]-}" = __runner ] && { file=${file#/proc/}; echo "${file%/cmdline}"; }
     done
 }
-# Beside the worker's unit, in the slice that it is in. With version 1 they are in the unit, and its KillMode= keeps them.
+# With version 2 each runner is in a scope beside the worker's unit, in the same slice. With version 1 the runners are
+# in the unit, and its KillMode= keeps them.
 each_in_its_place() {
     local pid place wanted count=0
     for pid in $(runners); do
@@ -106,7 +107,7 @@ each_in_its_place() {
             1) place=$(sed -n 's/^[0-9]*:name=systemd://p' "/proc/$pid/cgroup") wanted=$tree/fumehood.slice/fumehood-worker.service ;;
         esac
         [[ $place == $wanted ]] || { echo "runner $pid is in $place"; return 1; }
-        # The manager's words were for the worker.
+        # A runner must not inherit the variables by which the worker talks to the manager.
         ! grep -qz '^NOTIFY_SOCKET=\|^WATCHDOG_' "/proc/$pid/environ" || { echo "runner $pid can speak for the worker"; return 1; }
         count=$((count + 1))
     done
@@ -126,19 +127,20 @@ drop_in() {
     ctl daemon-reload
 }
 no_drop_in() { rm -f "$units/fumehood-worker.service.d/$1.conf"; ctl daemon-reload; }
-# At once, by an emulated machine's measure; the programs would wait for a quarter of an hour.
+# The restart must be quick, as far as an emulated machine allows. A restart that waits for the programs would take a
+# quarter of an hour.
 restart() { quickly restart && another_main; }
 quickly() {
     local begin=$SECONDS
     ctl "$1" fumehood-worker.service && [ $((SECONDS - begin)) -lt 60 ] || { echo "$1 took $((SECONDS - begin)) s"; return 1; }
 }
 
-# Not before the worker itself says so.
+# The unit must not become active before the worker itself says that it is ready.
 ready_when_it_says() {
     ctl start --no-block fumehood-worker.service
     until_true eval '[ "$(main)" != 0 ]' && sleep 3 && is activating && touch "$1" && until_true is active
 }
-# One key is younger than some of the systemds.
+# Some of the systemd versions are older than the key DelegateSubgroup.
 well_formed() {
     local said
     said=$(verify 2>&1 | grep -i fumehood | grep -v DelegateSubgroup)
@@ -154,7 +156,7 @@ never_active() {
     ctl stop fumehood-worker.service
 }
 
-# systemd hears of an empty group by an event, a moment later.
+# systemd learns by an event, a moment later, that a group is empty.
 groups() { find /sys/fs/cgroup -name 'fumehood[-_]*' ! -name fumehood-worker.service; }
 nothing() { [ -z "$(ctl list-units --all --no-legend --plain 'fumehood-*.scope')$(groups)$(runners)" ]; }
 nothing_left() { until_true nothing || { ctl list-units --all 'fumehood-*.scope'; groups; runners; return 1; }; }
@@ -186,7 +188,7 @@ scenario() {
     check "the unit is restarted, without waiting for them" restart
     check "and the programs are the same processes" same_as_before
     check "a fourth is submitted" submit x1
-    sleep 4 # Nothing tells that nothing happens.
+    sleep 4 # There is no event to wait for, because nothing must happen.
     check "and waits, since the new worker counts the three" eval 'same_as_before && in_state x1 queued'
     check "one may end" let_go w1
     check "it commits" ended_well w1

@@ -1,4 +1,5 @@
-//! `fumehood doctor` reports what a run then finds, on this host and where a mechanism was removed from it.
+//! Checks that `fumehood doctor` reports what a later run finds: on this host, and on this host with a mechanism
+//! removed.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -59,7 +60,7 @@ fn doctor_predicts_the_level_and_limits_that_a_run_records() {
         assert_eq!(told["enforced_by"], entry["enforced_by"], "{limit}");
         assert_eq!(told["how_hard"], entry["how_hard"], "{limit}");
     }
-    // Every mechanism that a level needs also works in its own trial.
+    // Doctor tries each mechanism. No mechanism that a level needs fails.
     for tried in said["mechanisms"].as_array().unwrap() {
         if tried["needed_for"] != "neither" {
             assert_ne!(tried["verdict"], "fails", "{tried}");
@@ -193,7 +194,8 @@ pub fn docker_like(test_home: &TestHome, options: &[&str], args: &[&str]) -> Fin
 }
 
 trial!(Root, doctor_names_the_docker_flags_that_give_level_full);
-/// A real seccomp filter refuses the calls. To try a named remedy, the trial leaves out that part of the confinement.
+/// docker_like.py refuses the calls with a real seccomp filter. To try a remedy that doctor names, the trial leaves out
+/// the part of the confinement that the remedy removes.
 fn doctor_names_the_docker_flags_that_give_level_full() {
     let test_home = TestHome::new();
     account::uid_and_gid();

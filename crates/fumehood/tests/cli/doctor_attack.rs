@@ -87,7 +87,7 @@ fn attack_reports_every_act_at_level_landlock() {
 }
 
 trial!(Everyone, attack_notices_a_missing_layer_at_level_full);
-/// Without some layers exactly the acts that rest on them succeed, and the exit code reports it.
+/// If layers are missing, exactly the acts that rest on them succeed, and the exit code reports that.
 fn attack_notices_a_missing_layer_at_level_full() {
     let test_home = TestHome::new();
     let without = "net_namespace,ipc_namespace";

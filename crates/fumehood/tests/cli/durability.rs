@@ -1,4 +1,5 @@
-//! What a run makes durable and when, and what it leaves to the next run: the fewest syncs that lose nothing.
+//! Which files a run makes durable and when, and which work it leaves to the next run. A run makes as few syncs as it
+//! can without a loss.
 
 use std::process::Command;
 
@@ -261,7 +262,7 @@ trial!(
 fn a_runner_whose_database_locks_are_lost_undoes_no_other_run() {
     let test_home = TestHome::new();
     test_home.sh(&["--id", "first"], "true").good();
-    // Within the second for which the connection is kept, and after it.
+    // The runner keeps its connection for a second. The first program ends within that second, the other one after it.
     for (n, sleeps) in ["0.7", "1.6"].iter().enumerate() {
         for (m, gone) in [&["-shm"][..], &["-shm", "-wal"]].iter().enumerate() {
             let ids = ["holds", "beside"].map(|name| format!("{name}-{n}{m}"));

@@ -358,7 +358,7 @@ fn the_third_oom_ends_the_run() {
 }
 
 trial!(Root, a_kill_long_after_an_oom_is_a_signal);
-/// For cgroup version 1. Version 2 kills the program together with its child.
+/// Only for cgroup version 1. Version 2 kills the program together with its child.
 fn a_kill_long_after_an_oom_is_a_signal() {
     if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
         return;

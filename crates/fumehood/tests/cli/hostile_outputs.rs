@@ -1,5 +1,6 @@
-//! P13 through the real sandbox: whatever a program leaves, the run ends, the good files arrive, and the rest is listed
-//! with its reason. Nothing of it reaches a terminal, a shell or the database as anything but a name.
+//! P13 through the real sandbox. Whatever a program leaves, the run ends. Fumehood collects the regular files within
+//! the bounds, and lists every other file with the reason. A hostile name or content does nothing to a terminal, a
+//! shell or the database.
 
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStringExt;
@@ -123,7 +124,7 @@ except OSError: print('no devices')
 }
 
 trial!(Everyone, links_bring_no_content_from_outside);
-/// Neither the host's files, the project's, another workspace's nor the data come in by a link of any kind.
+/// No link of any kind makes a file of the host, of the project, of another workspace or of the data an output.
 fn links_bring_no_content_from_outside() {
     let test_home = TestHome::new();
     test_home.write("project/data/table.csv", "precious data\n");
@@ -188,7 +189,7 @@ act(os.rename, 'in.txt', 'renamed')"
     test_home.assert_nothing_left();
 }
 
-/// Names that would do something if they were anything but bytes.
+/// Names that do harm if a terminal, a shell or a database interprets them.
 fn hostile_names() -> Vec<Vec<u8>> {
     let mut names: Vec<Vec<u8>> = [
         b"new\nline".as_slice(),
@@ -261,7 +262,7 @@ os.symlink('x', b'link\\x1b[5m\\n')
         );
     }
     assert_all_commands_print_plain(&test_home, "names", &run);
-    // Each is found by its bytes, and by the text that the lists show.
+    // `outputs` finds each file by the bytes of its name, and by the text that the lists show for the name.
     let listed = test_home.ask_json(["outputs", "names", "--json"]);
     let listed = listed["outputs"].as_array().unwrap();
     for entry in listed {
@@ -280,14 +281,14 @@ os.symlink('x', b'link\\x1b[5m\\n')
     command.arg(std::ffi::OsString::from_vec(list[4].clone()));
     assert_eq!(finish(command).good(), "content 4");
     exported_names(&test_home, &list);
-    // The database is all there, and the shell did nothing.
+    // The database is complete, and no shell executed a part of a name.
     assert_eq!(test_home.sql_one("SELECT COUNT(*) FROM analyses_v1"), 1);
     assert!(!test_home.path("project/owned").exists());
     assert_eq!(test_home.ask(["verify"]).code(), 0);
     test_home.assert_nothing_left();
 }
 
-/// They come out under the same bytes, and `sha256sum` agrees.
+/// Asserts that the files are exported under the same bytes, and that `sha256sum` accepts the printed hashes.
 fn exported_names(test_home: &TestHome, list: &[Vec<u8>]) {
     let to = test_home.path("exported");
     let sums = test_home.ask(["outputs", "names", "--to", to.to_str().unwrap()]);
@@ -338,7 +339,7 @@ os.chmod('.', 0)
     ];
     assert_eq!(paths(&document), all, "{document}");
     assert_eq!(document["collection"]["complete"], true);
-    // Root reads them as they are; others must open them first, and say so.
+    // Root ignores file modes. For a plain user, Fumehood must override the modes, and reports that.
     if !is_root() {
         assert!(counts(&document)["mode_overridden"] >= 3, "{document}");
     }
@@ -349,7 +350,7 @@ os.chmod('.', 0)
         );
     }
     test_home.assert_nothing_left();
-    // Even kept it can be looked at and removed.
+    // A kept workspace with such modes is collected as well, and `gc` can remove it.
     test_home
         .python(&["--id", "kept", "--keep", "always"], script)
         .good();
@@ -380,7 +381,7 @@ open('long', 'w').write('long')
 ";
     let document = test_home.python(&["--json"], script).document();
     assert_eq!(document["status"], "succeeded", "{document}");
-    // Depth 32 by default: the files of 31 directories, and what lies too deep is counted as far as it was looked at.
+    // The default bound on depth is 32. Fumehood counts the deeper entries that it meets as `too_deep`.
     let found = paths(&document);
     assert!(found.contains(&"good"), "{found:?}");
     let depth = found.iter().map(|p| p.split('/').count()).max().unwrap();
@@ -400,7 +401,7 @@ open('long', 'w').write('long')
         .max_by_key(|p| p.len())
         .unwrap()
         .to_owned();
-    // What is within the bound on paths comes out; what is longer is told.
+    // A path within the bound on length is collected. A longer path is reported.
     assert!(longest.ends_with("/fits"), "{longest}");
     assert_eq!(longest.len(), 7 * 251 + 4);
     assert_eq!(
@@ -431,7 +432,7 @@ fn a_sparse_file_is_stored_sparsely() {
     let on_disk = std::os::unix::fs::MetadataExt::blocks(&meta) * 512;
     assert_eq!(meta.len(), BYTES + 3);
     assert!(on_disk < 1 << 20, "{on_disk} bytes on disk");
-    // It counts by its length.
+    // The bound on output bytes counts the file's length, not the space that it takes on disk.
     let bounded = test_home.sh_json(&["--max-output", "4G"], &script);
     assert_eq!(paths(&bounded), ["small"]);
     assert_eq!(bounded["collection"]["complete"], false, "{bounded}");
@@ -440,7 +441,8 @@ fn a_sparse_file_is_stored_sparsely() {
 
 const PEAK_KIB_MAX: u64 = 64 << 10;
 
-/// Makes empty files, a thousand in a directory, in two processes.
+/// A Python program that makes `count` empty files, a thousand in each directory, with two processes. Then it writes
+/// the file `good`.
 fn make_many_files(count: u32) -> String {
     format!(
         "import os
@@ -456,9 +458,9 @@ if half:
     )
 }
 
-/// Runs a program that leaves `count` files. Returns the document, and the runner's peak memory, which the kernel reports
-/// while the runner lives. The runner prints the document before it frees its memory, and printing takes longer than one
-/// check.
+/// Runs a program that leaves `count` files. Returns the document, and the runner's peak memory, which the kernel
+/// reports while the runner lives. The trial sees the final peak, because the runner prints the document before it
+/// frees its memory, and printing takes longer than the time between two checks.
 fn run_with_many_files(count: u32, more: &[&str]) -> (TestHome, Value, u64) {
     let test_home = TestHome::new();
     let script = make_many_files(count);
@@ -485,7 +487,7 @@ fn run_with_many_files(count: u32, more: &[&str]) -> (TestHome, Value, u64) {
 
 trial!(Everyone, many_files_cost_bounded_memory);
 fn many_files_cost_bounded_memory() {
-    // On disk all that the bound allows are taken.
+    // On disk, Fumehood collects as many outputs as the bound allows.
     let (test_home, document, peak) = run_with_many_files(2_000, &["--max-outputs", "900"]);
     assert_eq!(document["status"], "succeeded", "{}", document["message"]);
     let kept = document["outputs"].as_array().unwrap().len() as u64;
@@ -498,7 +500,7 @@ fn many_files_cost_bounded_memory() {
     assert_eq!(test_home.sql_one("SELECT COUNT(*) FROM remarks_v1"), 1000);
     assert!(peak > 0 && peak < PEAK_KIB_MAX, "{peak} KiB");
     test_home.assert_nothing_left();
-    // In memory, where making them costs little.
+    // In memory it costs little to make files, so the program makes more of them.
     let (test_home, document, peak) =
         run_with_many_files(100_000, &["--workspace", "memory", "--max-outputs", "3"]);
     assert_eq!(document["status"], "succeeded", "{}", document["message"]);
@@ -592,7 +594,7 @@ fn an_invalid_result_is_stored_as_a_file_only() {
         );
         test_home.ask(["show", id]).good();
     }
-    // A link or a directory with that name is no result file.
+    // A link or a directory named result.json is no result file.
     test_home
         .sh(&["--id", "link"], "ln -s /etc/passwd result.json")
         .good();
@@ -622,7 +624,7 @@ trial!(
     Everyone,
     a_daemon_cannot_change_outputs_after_the_program_ends
 );
-/// A daemon that swaps files for links as fast as it can is dead before anything is read.
+/// The daemon replaces files by links as fast as it can. Fumehood kills the daemon before it reads any output.
 fn a_daemon_cannot_change_outputs_after_the_program_ends() {
     let test_home = TestHome::new();
     let script = "
@@ -652,7 +654,7 @@ while not os.path.lexists('swap'): pass
     test_home.assert_nothing_left();
 }
 
-/// A pseudo-terminal as stdout; what it was sent.
+/// Runs `fumehood` with a pseudo-terminal as stdout, and returns the bytes that the terminal received.
 fn on_terminal(test_home: &TestHome, args: &[&str]) -> Vec<u8> {
     let mut line = vec![program::binary().display().to_string()];
     line.extend(args.iter().map(|a| format!("'{a}'")));
@@ -682,7 +684,7 @@ fn logs_are_escaped_on_a_terminal() {
         "a pipe gets the bytes as they are: the control"
     );
     assert_plain("terminal", &on_terminal(&test_home, &["logs", "l"]));
-    // Colours pass, and are set back.
+    // Colours pass, and Fumehood resets them at the end.
     assert_eq!(
         on_terminal(&test_home, &["logs", "l", "--stderr"]),
         b"\x1b[31merr\n\x1b[0m"
@@ -714,7 +716,7 @@ open('evil.txt', 'w').write('\\x1b[2J')";
     assert_all_commands_print_plain(&test_home, "r", &run);
     let shown = on_terminal(&test_home, &["show", "r"]);
     assert_plain("show", &shown);
-    // A file is not dumped to a terminal if it would upset it.
+    // `outputs -o -` refuses to write a file with control sequences to a terminal.
     let refused = on_terminal(&test_home, &["outputs", "r", "evil.txt", "-o", "-"]);
     assert_plain("outputs -o -", &refused);
     assert!(
@@ -727,7 +729,7 @@ open('evil.txt', 'w').write('\\x1b[2J')";
             .stdout,
         b"\x1b[2J"
     );
-    // What the caller types comes back escaped, too.
+    // Error messages quote the caller's arguments, and escape them.
     for args in [
         ["show", "\u{1b}[31m"],
         ["outputs", "r@\u{1b}"],

@@ -1,4 +1,5 @@
-//! Which directory a link called `data` or `docs` may show: one of the project's own, and no other unless the caller names it.
+//! Which directory a link called `data` or `docs` may show: a visible directory of the project, or a directory that the
+//! caller names.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -53,7 +54,7 @@ fn a_link_called_data_shows_nothing_outside_the_project() {
         let line = format!("    --{name} {}\n", other.display());
         is_refused(&test_home, name, Path::new("../other"), &line);
         is_refused(&test_home, name, &other, &line);
-        // Through another link that is in the project.
+        // The link leads out of the project through another link, which is in the project.
         relink(&test_home, "hop", &other);
         is_refused(&test_home, name, Path::new("hop"), &line);
         relink(&test_home, "hop", Path::new(".."));

@@ -87,7 +87,7 @@ fn examine(command: std::process::Command, secrets: [&String; 2]) {
 }
 
 trial!(Everyone, the_program_does_not_inherit_the_callers_umask);
-/// With the caller's umask, files could be readable by their owner only, and the program has another uid.
+/// Under the caller's umask, Fumehood would make files that only their owner can read, and the program has another uid.
 fn the_program_does_not_inherit_the_callers_umask() {
     let test_home = TestHome::new();
     let mut command = test_home.with_environment(std::process::Command::new("/bin/sh"));
@@ -150,8 +150,9 @@ trial!(
     Everyone,
     the_program_cannot_change_inits_threads_whatever_their_ids
 );
-/// Init has the program's uid, so seccomp protects init's threads from the program by their thread ids. The ids vary: the
-/// process that makes a user namespace for the owner of a view takes the id that the watch thread has otherwise.
+/// Init has the program's uid, so seccomp protects init's threads from the program by their thread ids. The ids vary:
+/// in some runs a process makes a user namespace for the owner of a view, and takes the id that the watch thread has in
+/// other runs.
 fn the_program_cannot_change_inits_threads_whatever_their_ids() {
     const TRY: &str = "
 import os, resource

@@ -1,4 +1,4 @@
-//! `FUMEHOOD_LOG`: off by default, on stderr when it is on, and never in what is recorded of the program.
+//! The log of `FUMEHOOD_LOG`: it is off by default, it goes to stderr, and the record never contains it.
 
 use testkit::home::TestHome;
 use testkit::trial;

@@ -81,7 +81,8 @@ fn rm_of_several_is_all_or_nothing() {
     assert_eq!(test_home.sql("SELECT id FROM analyses_v1"), [[json!("c")]]);
 }
 
-/// Everything below a directory: path, length, mode, modification time. The database's own side files come and go.
+/// Length, mode and modification time of every file below a directory, by path. The database's files and the lock files
+/// are left out.
 fn state_of(dir: &Path) -> BTreeMap<String, (u64, u32, i64)> {
     let mut found = BTreeMap::new();
     for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
@@ -126,7 +127,7 @@ fn a_dry_run_changes_nothing() {
         .sh(&["--id", "kept", "--keep", "always"], "echo y > f")
         .good();
     killed(&test_home, "dead");
-    // An object that no row names.
+    // Make an object that no row names.
     let stray = test_home.write("stray", "nobody's");
     let hash = store::types::manifest::ContentHash::of(b"nobody's").to_string();
     let object = test_home.object(&hash);
@@ -366,7 +367,7 @@ fn db_commands_report_migrate_and_export() {
             & 0o7777,
         0o600
     );
-    // Two commands and a run can work at the same time.
+    // Several runs and other commands can work at the same time.
     let lives: Vec<_> = (0..6)
         .map(|i| {
             let mut command = test_home.fumehood();
@@ -442,7 +443,7 @@ fn an_unsafe_database_is_refused() {
             "true",
         )
         .good();
-    // A link in its place is not followed to another user's database.
+    // A database path that is a link to another program's file is refused.
     std::os::unix::fs::symlink(&alien, open.join("l.db")).unwrap();
     assert_eq!(
         test_home

@@ -639,7 +639,7 @@ fn stdin_is_empty_by_default_a_file_or_the_callers() {
     let mut live = RunningCommand::start(command);
     live.write("not for the program\n");
     assert_eq!(live.finish().good(), "");
-    // A program that reads nothing, and an input larger than any pipe.
+    // The runner ends if the program does not read its input, and it passes on an input larger than any pipe.
     let big = test_home.write("project/big", vec![b'x'; 4 << 20]);
     let big = big.to_str().unwrap();
     test_home.sh(&["--stdin", big], "true").good();
@@ -814,7 +814,8 @@ fn limits_reach_the_program() {
             .good(),
         "True\n"
     );
-    // The private /tmp counts as disk. A workspace in memory is full at its size instead of being watched.
+    // The private /tmp counts towards the disk limit. Fumehood does not watch a workspace in memory, because the file
+    // system itself is full at the limit.
     let fill = "head -c 64M /dev/zero > /tmp/f || echo full; rm -f /tmp/f";
     let memory = test_home.sh(&["--workspace", "memory", "--disk", "4M"], fill);
     assert!(
@@ -928,7 +929,7 @@ fn the_default_of_pids_leaves_half_to_the_user() {
         let document = finish(command).document();
         document["limits"]["pids"]["asked"].as_u64().unwrap()
     };
-    // Other trials run at the same time and have processes too.
+    // The default depends on the processes of other trials, which run at the same time.
     let default = pids("1500", "");
     match is_root() {
         true => assert_eq!(default, 1024, "root shares no count with anybody"),

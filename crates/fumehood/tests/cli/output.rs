@@ -183,7 +183,7 @@ trial!(
     Everyone,
     a_program_cannot_forge_the_note_about_dropped_output
 );
-/// The place of the gap is marked in a way that no printed byte can imitate.
+/// Fumehood marks the gap with a text that no program can print.
 fn a_program_cannot_forge_the_note_about_dropped_output() {
     let test_home = TestHome::new();
     let fake = "[fumehood: 5 bytes of stdout not shown]";
@@ -191,12 +191,12 @@ fn a_program_cannot_forge_the_note_about_dropped_output() {
     let document = test_home.sh_json(&["--log-limit", "4K"], &script);
     let text = document["stdout"]["text"].as_str().unwrap();
     let real: Vec<_> = text.match_indices("\\[fumehood: ").collect();
-    // A backslash that the program prints is doubled.
+    // Fumehood doubles a backslash that the program prints, so a single backslash shows that the note is Fumehood's.
     assert_eq!(real.len(), 1);
     assert_eq!(text.matches("[fumehood: ").count(), 3);
 }
 
-/// Runs `fumehood` under a process that reports the exit code and the peak of its memory, in KiB.
+/// Runs `fumehood`. Returns its exit code, its peak memory in KiB, and how many bytes it wrote to stdout.
 fn peak_of(test_home: &TestHome, args: &[&str]) -> (i32, u64, usize) {
     let wrap = "import subprocess, sys, resource\n\
         p = subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)\n\
@@ -456,7 +456,7 @@ fn timings_are_printed_on_request_only() {
     let sum: u64 = steps.iter().map(|step| step["us"].as_u64().unwrap()).sum();
     assert_eq!(document["timings"]["total_us"], sum, "{document}");
     assert!(steps.iter().any(|step| step["name"] == "committed"));
-    // The record has how the run ended, and not Fumehood's own timings.
+    // The record says how the run ended, and does not contain Fumehood's own timings.
     let id = document["id"].as_str().unwrap();
     let shown = test_home.ask_json(["show", id, "--json"]);
     assert!(shown.get("timings").is_none(), "{shown}");

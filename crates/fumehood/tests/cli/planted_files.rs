@@ -89,7 +89,7 @@ trial!(
 fn a_run_whose_stdin_is_a_fifo_without_a_writer_can_be_stopped() {
     let test_home = TestHome::new();
     let path = fifo(&test_home, "fifo");
-    // The runner starts the program, and can still end it.
+    // The runner starts the program although the FIFO has no writer, and can end the program.
     let mut live = test_home.start([
         "--stdin",
         text(&path),
@@ -146,7 +146,7 @@ fn a_fifo_is_waited_for_and_can_be_cancelled() {
     live.signal(Signal::TERM);
     let ended = live.finish();
     assert_eq!(ended.code(), 123, "{}", ended.err());
-    // The same while nothing is ever written.
+    // The runner can also end the program if nothing is ever written into the FIFO.
     let mut live = test_home.start(args);
     live.wait_for("up");
     live.signal(Signal::TERM);
@@ -218,7 +218,7 @@ fn a_data_link_to_what_is_private_is_refused() {
     }
     let ended = test_home.sh(&["--data", text(&test_home.user_home)], "cat data/study/d");
     assert_eq!(ended.good(), "fine\n");
-    // The same for docs.
+    // A link called `docs` is refused in the same way.
     std::fs::remove_file(test_home.project.join("data")).unwrap();
     symlink(ssh, test_home.project.join("docs")).unwrap();
     test_home.sh(&[], "true").refused(125, "    --docs ");

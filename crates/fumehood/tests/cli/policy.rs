@@ -1,7 +1,7 @@
-//! P18 through the binary: the operator's policy bounds everybody, and a project's file cannot loosen anything.
+//! P18 through the binary: the operator's policy bounds every user, and a project's file cannot loosen any setting.
 //!
-//! The policy's place is fixed, so the trials that need one run in a mount namespace of their own, where /etc is a
-//! copy: the host's stays as it is.
+//! The path of the policy is fixed. A trial that needs a policy therefore runs Fumehood in a separate mount namespace,
+//! where /etc is a copy. The host's /etc does not change.
 
 use std::os::unix::fs::symlink;
 use std::process::Command;
@@ -68,7 +68,7 @@ pub fn under(test_home: &TestHome, prepare: &str, who: Account, args: &[&str]) -
     finish(command)
 }
 
-/// As [`under`] with the policy's text, for root.
+/// Runs `fumehood run ARGS` as root under a policy with this text.
 pub fn with(test_home: &TestHome, policy: &str, args: &[&str]) -> FinishedCommand {
     under(
         test_home,
@@ -101,7 +101,7 @@ fn ceilings_bound_every_limit() {
         document["limits"]["cpu_time"]["asked"], 5_000,
         "never off under a ceiling"
     );
-    // The same for the plain account, and for a variable or a file instead of an option.
+    // The policy also bounds the plain account, and settings from a variable or a file.
     let prepare = format!("cat > policy.toml <<'END'\n{policy}\nEND");
     under(
         &test_home,
@@ -164,7 +164,7 @@ fn only_listed_roots_are_read() {
             assert_eq!(ended.code(), 125, "{option} {path}: {}", ended.err());
         }
     }
-    // The project's own data is not listed either.
+    // The policy does not list the project's own data either.
     test_home.write("project/data/d", "d");
     with(&test_home, &policy, &["--", "true"]).refused(125, "policy");
 }
@@ -341,7 +341,7 @@ fn a_projects_file_cannot_widen() {
 }
 
 trial!(Everyone, a_projects_file_cannot_widen_by_a_link);
-/// A link inside the project that leads out of it is not below the project.
+/// A directory outside the project is not below the project, even if a link in the project leads to it.
 fn a_projects_file_cannot_widen_by_a_link() {
     let test_home = TestHome::new();
     test_home.write("outside/d", "outside");

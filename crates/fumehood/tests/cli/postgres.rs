@@ -117,7 +117,7 @@ fn a_run_is_recorded_on_postgresql() {
         "symlink|1"
     );
     assert_eq!(postgres_home.sql("SELECT provenance ->> 'version', isolation ->> 'seccomp' IS NOT NULL FROM fumehood.analyses_v1"), "1|t");
-    // Every command reads the setting again.
+    // Other commands find the database by the same setting.
     assert_eq!(
         postgres_home
             .ask(&["outputs", "@last", "result.json", "-o", "-"])
@@ -164,7 +164,7 @@ fn a_run_is_recorded_on_postgresql() {
     }
     assert!(!postgres_home.test_home.home.join("fumehood.db").exists());
     postgres_home.test_home.assert_nothing_left();
-    // The commands for single steps, and `record`.
+    // The commands for the single steps of a run work too, and so does `record`.
     postgres_home.ask(&["workspace", "create", "w"]).good();
     postgres_home
         .ask(&["run", "--in", "w", "--", "sh", "-c", "echo w > f"])
@@ -480,7 +480,7 @@ fn a_password_is_never_shown() {
         hidden(&format!("{args:?}"), &ended);
     }
     postgres_home.with_url(&with, &["gc", "--kept"]).good();
-    // A server that is not there, a wrong password, and an address that is wrong.
+    // An absent server, a wrong password and a malformed address: no message shows the password.
     let dead = format!("postgres://u:{WRITTEN}@127.0.0.1:9/d");
     let wrong = with.replace(WRITTEN, &format!("{WRITTEN}x"));
     let odd = format!("postgres://u:{WRITTEN}@h:notaport/d?nonsense=marker-pass");
@@ -497,7 +497,7 @@ fn a_password_is_never_shown() {
             hidden(&format!("{args:?}"), &ended);
         }
     }
-    // Not on the command line, by any spelling.
+    // A password on the command line is refused, however it is spelled.
     let spelled = format!("postgres:///d?user={PASSWORD_ROLE}&pass%77ord={WRITTEN}&host={dir}");
     for url in [
         &with,

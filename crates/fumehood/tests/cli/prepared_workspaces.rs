@@ -198,7 +198,7 @@ fn a_workspace_is_run_in_once() {
     test_home.run(second).refused(125, "workspace remove");
     assert!(test_home.workspace("w").join("one").exists());
     test_home.ask(["workspace", "remove", "w"]).good();
-    // A new workspace under the same id is a new attempt, on request.
+    // A run in a new workspace under the same id is a new attempt, and needs --replace.
     test_home.ask(["workspace", "create", "w"]).good();
     test_home
         .run(["--in", "w", "--", "true"])
@@ -226,7 +226,7 @@ trial!(
 fn hostile_outputs_of_a_prepared_workspace_are_refused() {
     let test_home = TestHome::new();
     test_home.ask(["workspace", "create", "w"]).good();
-    // Links that the user put there are not followed either.
+    // `post-process` does not follow links that the user made in the workspace, either.
     std::os::unix::fs::symlink("/etc/passwd", test_home.workspace("w").join("passwd")).unwrap();
     let script = "ln -s / root; mkfifo pipe; echo x > good; mkdir c; echo y > c/f; chmod 0 c c/f good; printf z > \"$(printf 'a\\033b')\"";
     test_home

@@ -353,7 +353,7 @@ fn cancel_signals_no_process_but_the_runner() {
     let mut record: Value = serde_json::from_str(&text).unwrap();
     assert_eq!(record["runner_pid"], run.pid());
 
-    // Another analysis: its row says that it runs on this machine, and its run record has the pid of the unrelated process.
+    // Another analysis runs on this machine, according to its row. Its run record has the pid of the unrelated process.
     let other = fresh_id("other");
     let location = Location::Sqlite(test_home.home.join("fumehood.db"));
     let mut store = Store::open(&location).unwrap();

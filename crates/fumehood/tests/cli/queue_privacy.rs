@@ -1,6 +1,7 @@
-//! What the queue tells nobody: which private files a worker can read, and what belongs to another user or another database.
+//! The queue reveals neither which private files a worker can read, nor what belongs to another user or another
+//! database.
 //!
-//! Each trial keeps a defect closed that an attacker of the queue found, and says what the defect was.
+//! Each trial is a regression test for a defect that an attacker of the queue found. Its comment describes the defect.
 
 use std::os::unix::fs::symlink;
 use std::process::Command;
@@ -134,12 +135,13 @@ fn errors_about_paths_out_of_a_listed_root_reveal_no_private_file() {
                 let id = format!("{root}-{how}-{what}");
                 assert_eq!(queue.ends(&id), "error|refused", "{id}");
                 let sql = format!("SELECT message FROM attempts WHERE id = '{id}'");
-                // The name that was asked for may differ.
+                // The two answers may differ in the name that the submitter chose.
                 queue.sql(&sql).replace(name, "")
             };
             let answers = [answer("there", there), answer("nothing", nothing)];
             assert_eq!(answers[0], answers[1], "{root} {how}");
-            // Everybody may read where a public link leads, and the submitter knows the name.
+            // Everybody may read where a link in the open root leads. The answer about a link in the closed root must
+            // not tell it.
             if (root, how) == ("closed", "link") {
                 assert!(!answers[0].contains("private"), "{answers:?}");
             }
@@ -175,8 +177,9 @@ trial!(
     Everyone,
     a_submission_of_another_user_beyond_its_bounds_is_refused
 );
-/// The defects, for a submission of another user whose row was changed by hand: it reserved no memory and ran with 8 GiB on a worker of 2 GiB; it chose
-/// the weaker level; it made the runner use gigabytes; its kept workspace stayed for a year.
+/// The defects, for a submission of another user whose row was changed by hand: the submission reserved no memory and
+/// ran with 8 GiB on a worker of 2 GiB; it chose the weaker level; it made the runner use gigabytes; its kept workspace
+/// stayed for a year.
 fn a_submission_of_another_user_beyond_its_bounds_is_refused() {
     let queue = QueueHome::new();
     let degraded = ["--allow-degraded", "memory", "--allow-degraded", "cpus"];

@@ -1,4 +1,5 @@
-//! P14, P15 and P18 through the binary: the record has what an analysis left, unchanged, however the analysis ended.
+//! P14, P15 and P18 through the binary: the record has the outputs of an analysis unchanged, however the analysis
+//! ended.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -324,13 +325,13 @@ fn logs_are_kept_as_printed() {
     let long: String = (0..40_000).map(|i| format!("line {i}\n")).collect();
     let script =
         "import sys\nfor i in range(40000): print('line', i)\nprint('end', file=sys.stderr)";
-    // A log that fits into the database.
+    // This log fits into the database.
     test_home.python(&["--id", "fits"], script).good();
-    // A longer log: the database has its head and tail, the artifact store has the whole.
+    // This log is longer: the database has its head and its tail, and the artifact store has all of it.
     test_home
         .python(&["--id", "long", "--inline-max", "10K"], script)
         .good();
-    // A log that is longer than the limit of what is kept.
+    // This log is longer than the limit on what is kept.
     let ended = test_home.python(&["--id", "cut", "--log-limit", "64K", "--json"], script);
     let document = committed_document(&ended);
     for id in ["fits", "long"] {
@@ -845,7 +846,7 @@ fn without_a_database_nothing_is_recorded() {
         test_home.sh_json(&[], "true")["commit"]["state"],
         "unrecorded"
     );
-    // Another database.
+    // The run is recorded in another database, and `list` finds it there.
     let elsewhere = format!("sqlite:{}", test_home.path("person/other.db").display());
     let document = test_home.sh_json(&["--db", &elsewhere, "--id", "there"], "echo f > f");
     assert_eq!(document["commit"]["state"], "committed");
@@ -946,7 +947,7 @@ fn the_post_process_command_runs_after_the_commit() {
         test_home.sql_one("SELECT post_process FROM analyses_v1"),
         "done"
     );
-    // The command tried to change the record and did not.
+    // The command could not change the record.
     test_home.ask(["verify"]).good();
     assert!(!Path::new(told["outputs_dir"].as_str().unwrap()).exists());
     test_home.assert_nothing_left();
@@ -1000,7 +1001,7 @@ fn a_failed_post_process_command_is_reported_and_repeated() {
         [[json!("succeeded"), json!("done"), json!(3), json!(1)]]
     );
     assert_eq!(std::fs::read_to_string(&keys).unwrap(), "s/1\ns/1\ns/1\n");
-    // Asking once more gives the same answer and runs nothing.
+    // A repeated `post-process` gives the same answer and does not run the command again.
     test_home.ask(["post-process", "s"]).good();
     assert_eq!(
         test_home.sql(row),
@@ -1312,7 +1313,8 @@ fn the_readme_commands_work() {
     test_home.assert_nothing_left();
 }
 
-/// Compiled into the test, because the test account may not be able to read the checkout.
+/// The README and the examples. They are compiled into the test, because the test account may not be able to read the
+/// checkout.
 fn readme_and_examples() -> (&'static str, Vec<(&'static str, &'static [u8])>) {
     let readme = include_str!("../../../../README.md");
     let files: Vec<(&str, &[u8])> = vec![

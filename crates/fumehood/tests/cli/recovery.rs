@@ -1,5 +1,5 @@
-//! What `gc` and other commands make of what a crash, a failed commit or an exchanged database left. Each trial keeps a defect
-//! closed that was found by reading the source.
+//! How `gc` and other commands finish what a crash, a failed commit or an exchanged database left. Each trial is a
+//! regression test for a defect that was found by reading the source.
 
 use serde_json::json;
 use testkit::command::{FinishedCommand, RunningCommand, finish};
@@ -37,7 +37,7 @@ fn a_pending_attempt_is_finished_into_its_own_artifact_store() {
     let at = ["--id", "p", "--artifacts", other.to_str().unwrap()];
     let ended = run_with_fault(&test_home, "transaction_open=eio", &at, LEAVES);
     assert_eq!(ended.code(), 121, "{}", ended.err());
-    // A command with another artifact store finishes the attempt.
+    // This `gc` has another artifact store, and still finishes the attempt into the attempt's own store.
     test_home.gc(&[]).good();
     let row = "SELECT outputs_count, complete FROM analyses_v1";
     assert_eq!(test_home.sql(row), [[json!(2), json!(1)]]);

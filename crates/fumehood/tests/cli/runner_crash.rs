@@ -14,7 +14,7 @@ use testkit::program;
 use testkit::wait::eventually;
 use testkit::{fresh_id, trial};
 
-/// A program that keeps making files, so that there is always something half made.
+/// A program that makes files all the time, so that a kill always interrupts a change.
 const BUSY: &str = "i=0; while :; do i=$((i+1)); mkdir -p d$i; echo x > d$i/f; done";
 
 /// Small numbers that look random and are the same in every run.
@@ -56,7 +56,7 @@ fn a_runner_killed_at_a_random_moment_leaves_nothing() {
             true => unmade += 1,
             false => halfway += 1,
         }
-        // The next run, under the same id or another.
+        // The next run cleans up. It has the same id or another one.
         let next = if turn % 2 == 0 { id.as_str() } else { "next" };
         test_home.sh(&["--id", next, "--replace"], "true").good();
         assert_no_trace(&test_home, &id);
@@ -87,8 +87,8 @@ fn a_runner_killed_while_it_cleans_up_leaves_nothing() {
     }
 }
 
-/// Asserts, after a runner was killed while it kept its workspace, that the next run finishes the keeping, and that the kept
-/// workspace is complete and can be removed.
+/// Asserts, after a runner was killed while it kept its workspace, that the next run finishes this work. The kept
+/// workspace is then complete and can be removed.
 #[track_caller]
 fn assert_keep_finished(test_home: &TestHome, id: &str) {
     test_home.sh(&["--id", "next", "--replace"], "true").good();
@@ -129,7 +129,8 @@ fn a_runner_killed_while_it_keeps_the_workspace_leaves_no_cgroup() {
     if !Path::new("/usr/bin/strace").exists() {
         return;
     }
-    // Kill just before each system call of the keeping: it removes cgroups, replaces the record and changes the tree's owner.
+    // The runner keeps a workspace in several system calls: it removes cgroups, replaces the record and changes the
+    // tree's owner. Kill the runner just before each of these calls.
     let kill_points = kill_points_of_keeping(&test_home, &args(&format!("{stem}-dry")));
     let (mut killed, all) = (0, kill_points.len());
     for (call, nth) in kill_points {
@@ -152,7 +153,7 @@ fn traced(test_home: &TestHome, options: &[&str], args: &[String]) -> Command {
     command
 }
 
-/// The calls by which a run keeps its workspace, each by its number among those of its kind.
+/// The system calls by which a run keeps its workspace. Each has its name, and its number among the calls of that name.
 fn kill_points_of_keeping(test_home: &TestHome, args: &[String]) -> Vec<(String, usize)> {
     const CALLS: [&str; 5] = ["unlinkat", "renameat", "fchmod", "fchown", "fchownat"];
     let log = test_home.path("strace");
@@ -176,7 +177,7 @@ trial!(Everyone, the_processes_of_a_killed_runner_die);
 fn the_processes_of_a_killed_runner_die() {
     let test_home = TestHome::new();
     let id = fresh_id("middle");
-    // A daemon, a stopped process and an orphan: none of them survives.
+    // Start a daemon, a stopped process and an orphan. None of them survives the runner.
     let script =
         "setsid sleep 600 $0 & sh -c 'kill -STOP $$' $0 & (sleep 600 $0 &) ; echo up; sleep 600";
     let script = script.replace("sleep 600 $0", "sh -c 'while :; do sleep 1; done' $0");

@@ -317,7 +317,7 @@ fn a_conda_prefix_runs() {
 trial!(Everyone, r_has_the_users_library);
 fn r_has_the_users_library() {
     let test_home = TestHome::new();
-    // A package as R sees one: enough of it for library() to list and for system.file() to find.
+    // The part of a package that library() needs to list it, and that system.file() needs to find it.
     let library = test_home.path("person/R/library");
     test_home.write(
         "person/R/library/ours/DESCRIPTION",
@@ -365,7 +365,7 @@ fn console_scripts_find_their_python() {
         &["--", "analyse", "x"],
     );
     assert_eq!(ended.good(), "42 ['x']\n");
-    // A link in a program directory, as pipx makes it.
+    // A link to the script in another directory of programs works too, as pipx makes it.
     std::fs::create_dir_all(test_home.path("person/.local/bin")).unwrap();
     symlink(
         prefix.join("bin/analyse"),
@@ -478,7 +478,7 @@ fn homes_and_projects_are_refused_as_runtimes() {
         let ended = test_home.run(["--runtime", prefix.to_str().unwrap(), "--", "tool"]);
         assert_eq!(ended.code(), 125, "{prefix:?}: {}", ended.err());
     }
-    // A home is not shown because its bin directory is on PATH.
+    // A bin directory on PATH does not make the home around it visible.
     let ended = activated(
         &test_home,
         &test_home.path("person/bin"),
@@ -498,7 +498,7 @@ trial!(Everyone, a_venv_pointing_at_a_home_is_refused);
 fn a_venv_pointing_at_a_home_is_refused() {
     let test_home = TestHome::new();
     test_home.write("person/.ssh/id_rsa", "SECRET");
-    // A pyvenv.cfg in the project that calls the home a Python.
+    // A pyvenv.cfg in the project claims that the home is a Python installation.
     for home in [test_home.path("person/bin"), test_home.user_home.clone()] {
         let prefix = test_home.path("project/.venv");
         let _absent = std::fs::remove_dir_all(&prefix);
@@ -524,7 +524,7 @@ fn a_venv_pointing_at_a_home_is_refused() {
         assert_eq!(ended.code(), 125, "{} {}", ended.out(), ended.err());
         assert!(!ended.out().contains("SECRET"));
     }
-    // A bin directory that is a link into the directory of keys.
+    // The environment's bin directory is a link to the directory of keys.
     let prefix = test_home.path("project/env2");
     std::fs::create_dir_all(&prefix).unwrap();
     set_mode(&test_home.path("person/.ssh/id_rsa"), 0o755);
@@ -544,7 +544,7 @@ fn another_python_than_the_active_one_is_used_only_with_a_notice() {
     let test_home = TestHome::new();
     let prefix = test_home.path("envs/paper");
     make_venv(&prefix);
-    // Active by its variable and absent from PATH, as in a service's unit: the environment is used.
+    // VIRTUAL_ENV names an environment that is not on PATH, as in a service's unit. Fumehood uses the environment.
     let variables = [("VIRTUAL_ENV", prefix.as_path())];
     let system = Path::new("/usr/bin");
     let ended = activated(
@@ -554,7 +554,8 @@ fn another_python_than_the_active_one_is_used_only_with_a_notice() {
         &["--", "python3", "-c", WHERE],
     );
     assert_from(&ended, &prefix);
-    // Active, but after the system's Python on PATH: the system's Python is used, as in the caller's shell, with a notice.
+    // The system's Python precedes the environment on PATH. Fumehood uses the system's Python, as the caller's shell
+    // does, and prints a notice.
     let mut command = test_home.run_command(["--", "python3", "-c", WHERE]);
     command
         .env("VIRTUAL_ENV", &prefix)

@@ -87,7 +87,7 @@ impl Terminal {
         self.master.write_all(text.as_bytes()).unwrap();
     }
 
-    /// Waits until `text` is on the screen after what was waited for before.
+    /// Waits until `text` appears on the screen after the text of the previous wait.
     #[track_caller]
     fn wait_for(&mut self, text: &str) {
         let give_up = Instant::now() + WAIT_MAX;
@@ -143,7 +143,8 @@ trial!(Everyone, ctrl_c_stops_the_command_only);
 fn ctrl_c_stops_the_command_only() {
     let test_home = TestHome::new();
     let mut terminal = Terminal::shell(&test_home, &[]);
-    // The command itself prints this, so it is in the foreground by then. An earlier key would go to the shell.
+    // The command itself prints `up2`, so it is in the foreground by then. A key that is typed earlier would go to the
+    // shell.
     terminal.type_in("sh -c 'echo up$((1+1)); exec sleep 600'\n");
     terminal.wait_for("up2");
     terminal.type_in("\x03");
@@ -161,8 +162,9 @@ fn the_window_size_arrives() {
     terminal.type_in("stty size; echo done$((1+1))\n");
     terminal.wait_for("33 77");
     terminal.wait_for("done2");
-    // The change arrives as a signal at the runner; ask until it is there. Not before the loop is: a shell that is about to read a line
-    // takes the size and sets it again (readline's set_winsize), whatever came between.
+    // The new size reaches the runner by a signal, so the loop waits until the shell has the size. The trial changes
+    // the size only while the loop runs: a shell that is about to read a line takes the old size and sets it again
+    // (readline's set_winsize), which would undo a change in between.
     terminal.type_in("echo up$((1+1)); until [ \"$(stty size)\" = '44 99' ]; do sleep 0.02; done; echo new$((1+1))\n");
     terminal.wait_for("up2");
     tcsetwinsize(&terminal.master, size(44, 99)).unwrap();
@@ -192,7 +194,8 @@ fn the_shell_sees_the_same_files_as_run() {
     test_home.assert_nothing_left();
 }
 
-/// Types `echo forged` with TIOCSTI and tells what became of it. 0x5412 is TIOCSTI.
+/// Tries twice to type a character with TIOCSTI, and prints what became of each try. 0x5412 is TIOCSTI, and the second
+/// expression has the same value.
 const FORGE: &str = "import fcntl, os, sys\n\
     def forge(code):\n\
     \x20 try:\n\
@@ -252,7 +255,7 @@ fn the_shell_restores_the_terminal() {
             .local_modes
             .contains(LocalModes::ICANON | LocalModes::ECHO | LocalModes::ISIG)
     );
-    // The same after a start that fails.
+    // Fumehood also restores the terminal's settings after a start that fails.
     let mut terminal = Terminal::shell(&test_home, &["--input", "missing"]);
     assert_eq!(terminal.exit_code(), Some(125));
     terminal.wait_for("missing");

@@ -9,8 +9,8 @@ use testkit::process::all_pids;
 use testkit::wait::eventually;
 use testkit::{fresh_id, trial};
 
-/// As in `p11_slow_death.rs` of the sandbox's trials: the kernel needs seconds to kill processes that took five seconds to
-/// fork, even on two CPUs.
+/// A program like the one in `p11_slow_death.rs` of the sandbox's trials. Its processes take five seconds to fork, and
+/// the kernel then needs seconds to kill them, even on two CPUs.
 const SLOW_TO_DIE: &str = "
 import mmap, os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -136,7 +136,7 @@ fn an_attempt_with_an_unkillable_process_is_committed_later() {
     assert_eq!(said["reason"], "wall_time", "{said}");
     assert_eq!(said["commit"]["state"], "in_workspace", "{said}");
     assert!(said["notices"].to_string().contains("unkillable"), "{said}");
-    // While it is frozen, nothing is collected.
+    // While the program is frozen, nothing is collected.
     let _problem = test_home.gc(&[]);
     assert!(test_home.workspace(&id).join("left.txt").exists());
     assert_ne!(ends(&test_home, &id), "timed_out|wall_time");
@@ -148,7 +148,7 @@ fn an_attempt_with_an_unkillable_process_is_committed_later() {
     test_home.assert_nothing_left();
 }
 
-/// Processes of the run: those whose working directory is its workspace.
+/// The `sleep` processes of the run, which have the workspace as their working directory.
 fn program_of(test_home: &TestHome, id: &str) -> Vec<u32> {
     let workspace = test_home.workspace(id);
     let is_in = |pid: &u32| {

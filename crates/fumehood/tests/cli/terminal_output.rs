@@ -1,5 +1,5 @@
-//! How a program's output is passed on: completely if Fumehood's streams are redirected, escaped and bounded on a terminal, and
-//! never so that it delays a deadline.
+//! How Fumehood passes on a program's output: completely if the stream is redirected, and escaped and bounded if it is
+//! a terminal. Passing on output never delays a deadline.
 
 use std::ffi::OsStr;
 use std::fmt::Write as _;
@@ -107,7 +107,7 @@ fn a_terminal_gets_colours_and_no_other_sequence() {
         );
         assert_eq!(shown.code(), 0);
         assert_safe(&shown.stdout);
-        // The same output from the record.
+        // `fumehood logs` shows the recorded output just as safely.
         let stream = ["--stdout", "--stderr"][fd - 1];
         assert_safe(&on_terminal(&test_home, &format!("fumehood logs t{fd} {stream}")).stdout);
         // Control: with --raw everything passes.
@@ -198,7 +198,7 @@ fn redirected_output_is_whole() {
     assert_eq!(kept["bytes"], lines("out").len());
     let dropped = kept["dropped_bytes"].as_u64().unwrap() as usize;
     assert_eq!(dropped, lines("out").len() - (64 << 10));
-    // The same with a file.
+    // A file as stdout also gets everything.
     test_home.write(
         "project/long.py",
         format!("for n in range({LINES}): print('out', n)"),
@@ -261,7 +261,8 @@ trial!(
 );
 fn the_runner_waits_until_the_remaining_output_is_read() {
     let test_home = TestHome::new();
-    // More than the pipe to the trial holds, and less than both pipes and the runner's buffer together.
+    // The program prints more than the pipe to the trial holds, and less than both pipes and the runner's buffer hold
+    // together.
     let script = "head -c 100000 /dev/zero | tr '\\0' x; exit 5";
     let (mut child, out, err) =
         start_with_unread_pipes(&test_home, &["--id", "rest", "--", "sh", "-c", script]);
@@ -299,7 +300,7 @@ fn unread_output_does_not_delay_the_deadline() {
     assert!(said.contains("nobody read stdout in time"), "{said}");
     assert!(said.contains("timed out"), "{said}");
     drop(out);
-    // The same with stderr. Then no message can be printed either.
+    // An unread stderr does not delay the end either. Fumehood then cannot print its messages.
     let script = format!("exec >&2; {ENDLESS}");
     let args = [
         "--timeout",

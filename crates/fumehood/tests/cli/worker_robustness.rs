@@ -394,7 +394,8 @@ fn a_torn_run_record_does_not_keep_its_attempt_running() {
     kill_process(runner, Signal::KILL).unwrap();
     std::fs::write(queue.test_home.home.join("runs/torn/1/run.json"), "").unwrap();
     let worker = queue.worker(&["--slots", "1", "--lease", "5s"]);
-    // By design half a minute after the lease ends, because the database may have been unreachable for everybody.
+    // The worker gives the attempt up half a minute after the lease has ended, because the database may have been
+    // unreachable for everybody.
     eventually("it is given up", || {
         queue.ends("torn") == "error|runner_lost"
     });

@@ -54,7 +54,7 @@ fn the_workspace_has_the_same_path_inside_and_outside() {
     test_home.assert_nothing_left();
 }
 
-/// The metadata of a path, without following links: kind and mode, inode, owner, and for a file its content.
+/// The metadata of a path, without following links, and the content of a regular file.
 fn fingerprint(path: &Path) -> (u32, u64, u32, i64, Option<Vec<u8>>) {
     let meta = path.symlink_metadata().unwrap();
     let content = meta.is_file().then(|| std::fs::read(path).unwrap());
@@ -89,7 +89,7 @@ fn assert_refused_and_untouched(test_home: &TestHome, id: &str) {
     control.good();
 }
 
-/// Puts something at a path.
+/// Makes a file, a directory, a link or the like at a path.
 type Maker = fn(&TestHome, &Path);
 
 trial!(Everyone, a_run_refuses_an_existing_workspace_path);

@@ -46,7 +46,7 @@ fn sums(cluster: &TestCluster) {
     let all: Vec<String> = asked.keys().cloned().collect();
     cluster.wait_for_ends(&all);
     workers.into_iter().for_each(|worker| worker.drain(cluster));
-    // For each machine: an analysis ran on the machine that has its workspace.
+    // Check each machine separately. An analysis ran on the machine that has its workspace.
     let seen = cluster.monitor.seen();
     for machine in 0..cluster.machines.len() {
         let is_here = |id: &str| {

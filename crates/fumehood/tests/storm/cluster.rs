@@ -115,7 +115,7 @@ impl TestCluster {
         id
     }
 
-    /// The same submission as a line of a batch.
+    /// The same submission as [`TestCluster::submit`] makes, as a line of a batch.
     pub fn line(&self, id: &str, mut settings: Value, script: &str) -> String {
         self.monitor.expect(id);
         let script = format!("{UP}{script}");

@@ -1,4 +1,5 @@
-//! A home with a database and a post-process command, and the check that everything in it came to its end.
+//! A home with a database and a post-process command, and the check that every analysis in it has ended and left
+//! nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
@@ -220,7 +221,7 @@ impl TestDeployment {
         let key = |line: &str| -> Option<String> {
             let (files, told) = line.split_once('|')?;
             let files: BTreeSet<&str> = files.split(' ').collect();
-            // A runner that died wrote half of the document; the command runs again.
+            // If a runner died, the command may have got half of the document. The command then runs again.
             let told: Value = serde_json::from_str(told).ok()?;
             let outputs = told["outputs"].as_array()?;
             let seen = |output: &Value| files.contains(output["path"].as_str().unwrap());

@@ -1,4 +1,4 @@
-//! Observes what runs through the kernel, independently of the database.
+//! Learns from the kernel which programs run, independently of the database.
 //!
 //! One inotify queue covers all machines of a trial, so the order of its events is the order of what happened. A workspace
 //! appears and disappears with its name. Each analysis opens a gate file of its own: an open means that the program started, and

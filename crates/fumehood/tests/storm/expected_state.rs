@@ -8,7 +8,7 @@ use store::types::manifest::ContentHash;
 
 use crate::database_rows::{Row, Rows, bytes, number, text, truth};
 
-/// So small that an output and a log are larger.
+/// A limit so small that one of the outputs and one of the logs exceed it.
 pub const INLINE_MAX: &str = "4K";
 const INLINE_BYTES: usize = 4096;
 const BIG_BYTES: usize = 30_000;
@@ -29,7 +29,7 @@ echo complaint >&2
 echo
 echo last
 "#;
-/// How many outputs have distinct contents; the crash point `object_moved` is reached so often.
+/// The number of different contents among the outputs. A run passes the crash point `object_moved` this many times.
 pub const OBJECTS: u32 = 3;
 
 /// The content of outputs, by path.
@@ -81,7 +81,8 @@ pub enum ExpectedState {
     Unknown,
     /// The runner died during its first transaction: the database may know the analysis.
     PerhapsUnknown,
-    /// Any of these states, completely: nobody could look at the moment of death.
+    /// Any of the states above: the trial could not look at the files at the moment of death. The record must be
+    /// complete for the state that it shows.
     OneOfThem,
 }
 

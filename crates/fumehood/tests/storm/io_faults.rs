@@ -20,7 +20,8 @@ struct ExpectedFailure {
 
 fn verdict(step: CrashPoint) -> ExpectedFailure {
     let (code, state, messages): (i32, ExpectedState, &[&str]) = match step {
-        // After the claim there is a workspace, so the database records the failure.
+        // At this point the attempt has no workspace and the database does not know it. At later points the database
+        // records the failure.
         CrashPoint::Claimed => (125, ExpectedState::Unknown, &["error: ", "claimed"]),
         step if is_before(step, CrashPoint::Ended) => (125, ExpectedState::NotRun, &["error: "]),
         step if is_before(step, CrashPoint::Committed) => (
@@ -97,7 +98,7 @@ fn at_every_step(deployment: &TestDeployment, faults: &[&str], ways: &[Recovery]
         }
         expected_states.push((id.clone(), must.state));
         match (must.code, step) {
-            // Only `post-process` repeats a command of which it is unknown whether it ran.
+            // If it is unknown whether the command ran, only `post-process` runs it again.
             (121, CrashPoint::PostProcessed) => {
                 drop(deployment.recover(Recovery::PostProcess, &id))
             }

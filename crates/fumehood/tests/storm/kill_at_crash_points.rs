@@ -13,7 +13,7 @@ use testkit::wait::eventually;
 use crate::deployment::{Recovery, TestDeployment};
 use crate::expected_state::{self, ExpectedState, Files, OBJECTS};
 
-/// Every crash point, with the number of the pass at which to kill where several passes matter.
+/// Every crash point. If it matters at which pass of a crash point the kill happens, the word names the pass.
 pub fn kill_points() -> Vec<(CrashPoint, String)> {
     let times = |step: &CrashPoint| match step {
         CrashPoint::ObjectMoved => vec![
@@ -137,8 +137,8 @@ fn a_crash_point_that_is_not_reached_kills_no_process() {
     deployment.check(&expected_states);
 }
 
-/// The crash points that a recovery reaches after a kill at `first`. Each move of an object is killed once, because an object
-/// that has moved need not move again.
+/// The crash points at which to kill a recovery after a kill at `first`. There is one kill for each object that is not
+/// yet moved, because a moved object need not move again.
 fn steps_after(first: CrashPoint, objects: u32) -> Vec<CrashPoint> {
     let done_by_the_runner = [
         CrashPoint::Ended,
@@ -160,7 +160,7 @@ fn steps_after(first: CrashPoint, objects: u32) -> Vec<CrashPoint> {
 }
 
 trial!(Everyone, a_killed_recovery_is_recovered_from);
-/// Recovery reaches the same crash points, and is killed at each of them too.
+/// A recovery reaches the same crash points. The trial kills a recovery at each of them too.
 fn a_killed_recovery_is_recovered_from() {
     let deployment = TestDeployment::sqlite("again");
     let mut expected_states = Vec::new();

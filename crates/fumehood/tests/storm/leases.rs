@@ -11,7 +11,8 @@ use crate::execution_monitor::{ExecutionEvent, most_at_once};
 use crate::outages::own_server;
 use crate::workers::{LOST, SUCCEEDED, assert_states, waits_and_writes};
 
-/// A runner can renew a lease of 20 s even on a machine where a hundred others run. With 5 s, leases expired that must not.
+/// A runner can renew a lease of 20 s even on a machine where a hundred others run. With 5 s, leases of live runners
+/// expired.
 const SLOTS: [&str; 6] = ["--slots", "2", "--memory", "512M", "--lease", "20s"];
 
 trial!(

@@ -1,4 +1,4 @@
-//! Sixty-four analyses at once on one machine, four of them bombs: the other sixty are correct.
+//! Sixty-four analyses at once on one machine. Four of them are bombs, and the other sixty have the right result.
 
 use std::collections::BTreeMap;
 

@@ -143,7 +143,8 @@ fn runs_stay_pending_while_postgres_refuses_logins_or_writes() {
         let id = deployment.id(&number.to_string());
         let mut live = deployment.start_waiting(&id);
         wait_until_disconnected(&deployment, &live);
-        // A session cannot rename its own database, and a read-only session cannot make its database writable.
+        // A session cannot rename its own database, and a read-only session cannot make its database writable. Such
+        // statements therefore run in the database `postgres`.
         let at = |sql: &str| {
             if sql.starts_with("ALTER DATABASE") {
                 "postgres"
@@ -344,7 +345,7 @@ fn the_artifact_store_is_gone_or_closed() {
     let mut expected_states = vec![(id, ExpectedState::Whole)];
     deployment.check(&expected_states);
 
-    // A file of another kind is in its place.
+    // A regular file replaces the directory of the artifact store.
     let id = deployment.id("replaced");
     let mut live = deployment.start_waiting(&id);
     std::fs::remove_dir_all(&elsewhere).unwrap();
@@ -362,7 +363,7 @@ fn the_artifact_store_is_gone_or_closed() {
     expected_states.push((id, ExpectedState::Whole));
     deployment.check(&expected_states);
 
-    // It is readable, but not writable.
+    // The artifact store is readable, but not writable.
     let id = deployment.id("closed");
     let mut live = deployment.start_waiting(&id);
     let closed = [

@@ -201,7 +201,8 @@ impl QueueStorm<'_> {
         (0..how_many).map(task).collect()
     }
 
-    /// Starts a worker. Two workers run on one machine, or one on each of two; the clock of one of them is wrong.
+    /// Starts a worker. The trial has two workers: both on one machine, or one on each of two machines. The clock of
+    /// the worker named `wrong` is wrong.
     fn start(&mut self, at: usize, name: &'static str) {
         let machine = &self.cluster.machines[at];
         let clock: Vec<(&str, &str)> = self.clock.iter().map(|(k, v)| (*k, v.as_str())).collect();
@@ -336,7 +337,7 @@ impl QueueStorm<'_> {
         tasks.first().is_some_and(|task| task.line.len() % 2 == 0)
     }
 
-    /// Drains the live workers. No request is left in the queue for others.
+    /// Drains the live workers. All tasks have ended by then, so no request is left in the queue.
     fn drain_workers(&mut self) {
         self.check_clock();
         for (_, _, worker) in std::mem::take(&mut self.workers) {
@@ -347,7 +348,7 @@ impl QueueStorm<'_> {
                 format!("sem.faketime_sem_{pid}"),
                 format!("faketime_shm_{pid}"),
             ] {
-                // Missing if the process was not killed.
+                // The file is missing if the process was not killed.
                 let _ = std::fs::remove_file(PathBuf::from("/dev/shm").join(name));
             }
         }

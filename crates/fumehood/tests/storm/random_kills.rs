@@ -18,7 +18,8 @@ use crate::{report, settings};
 
 /// How many runners run at the same time.
 const LANES: usize = 3;
-/// One of so many kills happens in a home that all lanes share, where each runner also recovers the attempts of the others.
+/// One kill in this many happens in a home that all lanes share. There each runner also recovers the attempts of the
+/// others.
 const SHARED_HOME_EVERY: usize = 5;
 
 /// Numbers that look random and are the same for the same seed.
@@ -273,7 +274,7 @@ impl KillLane<'_> {
                 true => KillMoment::Claimed,
                 false => KillMoment::BeforeTheClaim,
             };
-            // The server completes a statement whose client has died.
+            // The server completes a statement whose client has died, so the database may know the analysis soon.
             return match self.deployment.database {
                 Database::Postgres { .. } if moment == KillMoment::Claimed => {
                     (moment, ExpectedState::PerhapsUnknown)

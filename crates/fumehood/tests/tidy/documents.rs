@@ -42,7 +42,8 @@ fn every_exit_code_is_documented() {
     assert!(codes >= 7, "only {codes} exit codes were found");
 }
 
-/// SECURITY.md lists the acts of each layer, and the promises that rest on one layer, exactly as the tests do.
+/// SECURITY.md has a row for each act in the tests' two lists: the acts of each layer, and the acts that rest on one
+/// layer.
 #[test]
 fn the_layers_are_documented_as_they_are_tested() {
     let tested = read("crates/sandbox/tests/promises/layers.rs");
@@ -53,7 +54,7 @@ fn the_layers_are_documented_as_they_are_tested() {
     ] {
         let (_, rest) = tested.split_once(list).unwrap();
         let (rows, _) = rest.split_once("\n];").unwrap();
-        // `    (Layer, ..., "act", ...`
+        // A row of a list begins with `    (Layer, ..., "act", ...`.
         let rows: Vec<(&str, &str)> = rows
             .lines()
             .filter_map(|line| {
@@ -112,8 +113,9 @@ fn table_rows<'a>(text: &'a str, start: &str) -> Vec<Vec<&'a str>> {
     .collect()
 }
 
-/// The table of crashes has exactly the crash points of the tests, in their order. Each is a durable step of the
-/// transition that the table names: the front page of `attempt` lists it there, and the transition's file mentions it.
+/// The table of crashes in ARCHITECTURE.md has exactly the crash points of the tests, in their order. For each crash
+/// point it names the same transition as the table in the engine's `attempt/mod.rs`, and the file of that transition
+/// mentions the crash point.
 #[test]
 fn every_crash_point_is_in_the_table_of_crashes() {
     let text = read("ARCHITECTURE.md");

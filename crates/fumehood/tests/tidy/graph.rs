@@ -57,7 +57,7 @@ enum Target {
 }
 
 impl CrateModules {
-    /// Reads a crate from its root file, by the paths of files in its `src` directory.
+    /// Reads a crate, beginning with its root file. `read` gets the path of a file within the crate's `src` directory.
     pub fn read(root: &str, read: &dyn Fn(&str) -> Option<String>) -> CrateModules {
         let mut modules = BTreeMap::new();
         let text = read(root).unwrap_or_else(|| panic!("{root} cannot be read"));
@@ -139,7 +139,7 @@ impl CrateModules {
         seen: &mut BTreeSet<(ModulePath, String)>,
     ) -> BTreeSet<Target> {
         let mut targets = BTreeSet::new();
-        // Two globs may import from each other.
+        // Two modules may import each other's names by globs. `seen` then ends the search.
         let Some(module) = self.modules.get(at) else {
             return targets;
         };
@@ -173,7 +173,7 @@ impl CrateModules {
         targets
     }
 
-    /// Each set of modules of which every one leads to every other, with the edges between them.
+    /// Each set of modules in which every module leads to every other, with the edges between them.
     pub fn cycles(&self, depth: Depth) -> Vec<Cycle> {
         let node = |path: &ModulePath| match depth {
             Depth::Folders => path[..1].join("/"),
@@ -300,7 +300,8 @@ struct Mentions<'a> {
 impl Mentions<'_> {
     fn tokens(&mut self, tokens: TokenStream) {
         let mut path: Vec<String> = Vec::new();
-        // Colons since the last name, and whether the name before was a field or a method.
+        // The number of colons since the last name, and whether a dot precedes the next name, which is then a field or
+        // a method.
         let (mut colons, mut after_dot) = (0, false);
         for token in tokens {
             match &token {
@@ -462,7 +463,7 @@ fn public_type(item: &Item) -> Option<String> {
     if is_private { None } else { item_name(item) }
 }
 
-/// `#[cfg(test)]`, or a condition of several that needs `test`.
+/// Whether the attributes have `#[cfg(test)]`, or a compound condition that needs `test`.
 fn is_test_only(attributes: &[Attribute]) -> bool {
     attributes.iter().any(|attribute| {
         let Meta::List(list) = &attribute.meta else {

@@ -4,7 +4,7 @@ use std::fs;
 
 use crate::sources::*;
 
-/// The most lines that a file may have before its tests. About 500 is the aim; split a longer file than this.
+/// The most lines that a file may have before its tests. Aim at about 500, and split a file that is longer than this.
 const LINES_MAX: usize = 700;
 
 /// The functions that may poll, with a bound, because there is no event to wait for: processes that are not children, and
@@ -151,7 +151,7 @@ fn nothing_is_left_for_later() {
     none(marked, "write it down in the document that owns it");
 }
 
-/// The function around a line: the nearest `fn` above that is not deeper.
+/// The name of the function around a line: of the nearest `fn` above that is indented less than the line.
 fn function_around<'a>(lines: &[&'a str], at: usize) -> &'a str {
     let indent = |l: &str| l.len() - l.trim_start().len();
     let above = lines[..at].iter().rev();
@@ -202,7 +202,7 @@ fn sql_stays_in_the_store() {
     ];
     let mut found = Vec::new();
     for (name, text) in sources() {
-        // Tests ask the databases what is really in them.
+        // Tests read the databases themselves, to see what is really in them.
         let allowed = name.starts_with("crates/store/src/") || is_test(&name);
         for (n, line) in text.lines().enumerate() {
             let in_literal =

@@ -39,7 +39,8 @@ fn licences_are_on_the_list() {
     none(bad.collect(), "a licence that deny.toml does not allow");
 }
 
-/// SPDX with `OR`, `AND` and one level of parentheses; the old `/` means OR. A choice needs one that is allowed.
+/// Whether an SPDX expression is permitted. The function knows `OR`, `AND` and one level of parentheses; the old `/`
+/// means OR. Of the choices of an OR, one must be allowed.
 fn permitted(expression: &str, allowed: &BTreeSet<&str>) -> bool {
     let text = expression.replace('/', " OR ");
     let mut rest = text.as_str();

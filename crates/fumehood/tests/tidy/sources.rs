@@ -1,4 +1,4 @@
-//! The files of the repository, and what in them is code.
+//! The files of the repository, and their text without comments and literals.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -48,7 +48,7 @@ pub fn read(name: &str) -> String {
     fs::read_to_string(root().join(name)).unwrap_or_else(|e| panic!("{name}: {e}"))
 }
 
-/// testkit is for tests alone.
+/// Whether a file is for tests alone, as all of testkit is.
 pub fn is_test(name: &str) -> bool {
     name.starts_with("crates/testkit/") || name.contains("/tests/") || name.ends_with("/tests.rs")
 }
@@ -98,7 +98,7 @@ pub fn code(text: &str) -> String {
     String::from_utf8(out).unwrap()
 }
 
-/// Whether `r"` or `r#"` begins here; with how many hashes.
+/// If a raw string (`r"` or `r#"`) begins here, the number of its hashes.
 fn raw_string(bytes: &[u8], at: usize) -> Option<usize> {
     let before = at.checked_sub(1).map(|i| bytes[i]);
     let word = before.is_some_and(|b| b.is_ascii_alphanumeric() && b != b'b' || b == b'_');
@@ -116,7 +116,7 @@ pub fn has_word(line: &str, word: &str) -> bool {
     })
 }
 
-/// Where in which files a line of code is of the kind asked for.
+/// The lines of code that `want` accepts, each with its file and line number. `want` gets the file's name and the line.
 pub fn lines_of_code(want: impl Fn(&str, &str) -> bool) -> Vec<String> {
     static CODE: OnceLock<Vec<(String, String)>> = OnceLock::new();
     let all = CODE.get_or_init(|| {
