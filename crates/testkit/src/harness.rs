@@ -20,7 +20,7 @@ const LEVEL_VARIABLE: &str = "FUMEHOOD_TEST_LEVEL";
 /// trial is for everyone, otherwise for root, and at level `full` if the trial exists there.
 const QUICK_VARIABLE: &str = "FUMEHOOD_TEST_QUICK";
 
-/// The file to which test programs append how many seconds each trial took.
+/// The environment variable that names the file to which test programs append how many seconds each trial took.
 const TIMES_VARIABLE: &str = "FUMEHOOD_TEST_TIMES";
 
 /// The identities that run a trial.
@@ -136,7 +136,7 @@ macro_rules! register {
     };
 }
 
-/// The arguments with which a trial starts the test program again, to run itself in other surroundings.
+/// The arguments with which a trial starts the test program again, to run itself in another environment.
 #[macro_export]
 macro_rules! inner_arguments {
     ($function:ident) => {
@@ -252,7 +252,7 @@ impl Harness {
         let mut arguments = Arguments::from_args();
         arguments.test_threads = arguments.test_threads.or(self.threads);
         let is_quick = std::env::var_os(QUICK_VARIABLE).is_some();
-        // One harness for all trials of the process, which ends with them.
+        // All trials of the process share one harness. It is never freed, because the process ends with its trials.
         let harness: &'static Harness = Box::leak(Box::new(self));
         let trials = registered.into_iter().flat_map(|trial| {
             let mut runs = harness.runs_of(trial);
@@ -305,7 +305,8 @@ impl Harness {
             Some(User::Plain) => format!("plain{suffix}::{path}"),
             None => path.clone(),
         };
-        // A trial that this user cannot run is printed and counted as ignored; CI runs as root and permits none.
+        // A trial that this user cannot run is printed and counted as ignored. CI runs as root and permits no ignored
+        // trial.
         let is_ignored = user == Some(User::Root) && !is_root();
         let is_user = user.is_none_or(|user| is_root() == (user == User::Root));
         let runs_here = is_user && level == TrialLevel::of_this_process();

@@ -208,8 +208,8 @@ impl Drop for TestHome {
     }
 }
 
-/// The directory in which homes are made. Not below /tmp or /var/tmp: inside the sandbox these two are the analysis's
-/// own, so a path of the home that is seen inside was really shown.
+/// The directory in which homes are made. It is not below /tmp or /var/tmp, because inside the sandbox these two are
+/// the analysis's own. So if a path of the home exists inside, the run was really shown it.
 fn parent_of_homes() -> PathBuf {
     match is_root() {
         true => PathBuf::from("/srv"),

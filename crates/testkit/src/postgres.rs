@@ -14,7 +14,8 @@ use crate::is_root;
 /// The one role that must give a password.
 pub const PASSWORD_ROLE: &str = "fumehood_secret";
 
-/// Makes the cluster, prints `ready`, and waits for the end of its standard input, which comes however the tests end.
+/// Makes the cluster, prints `ready`, and waits for the end of its standard input, which ends with the test process,
+/// for whatever reason. Then stops the server and removes the directory.
 const KEEPER: &str = r#"
 set -eu
 dir=$1 bin=$2 as=$3 role=$4 options=$5
@@ -166,7 +167,7 @@ impl PrivatePostgres {
         }
     }
 
-    /// Kills the server and all its children, which could otherwise finish their work, as a power cut would.
+    /// Kills the server and all its children, as a power cut would. The children could otherwise finish their work.
     pub fn kill(&self) {
         let pid = fs::read_to_string(self.dir.join("data/postmaster.pid")).unwrap();
         let server: i32 = pid.lines().next().unwrap().parse().unwrap();

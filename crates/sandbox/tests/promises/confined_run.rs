@@ -19,13 +19,13 @@ use sandbox::supervise::{
 use testkit::harness::TrialLevel;
 use testkit::is_root;
 
-/// As root each run gets a uid from here on. Nothing else on a host has these uids.
+/// As root, each run gets a uid from this number upwards. Nothing else on a host uses these uids.
 const TEST_UID_FIRST: u32 = 1_900_100_000;
 
 const PRELUDE: &str =
     "import ctypes, errno, os, socket, sys\nlibc = ctypes.CDLL(None, use_errno=True)\n";
 
-/// A marker that no program prints: only the eventfd triggers the control.
+/// A marker that no program prints. A run with this marker gets its control through the eventfd only.
 const UNPRINTED: &[u8] = b"\0fumehood: only the bell\0";
 
 pub struct ConfinedRun {
@@ -39,7 +39,7 @@ pub struct ConfinedRun {
     pub control_by_eventfd: Option<(OwnedFd, Control)>,
     /// Runs after the spawn and before supervision begins.
     pub before_supervising: Option<Box<dyn FnOnce() + Send>>,
-    /// The newest Landlock ABI that the launcher uses, to act as on an older kernel.
+    /// The newest Landlock ABI that the launcher may use. A trial sets this to test the behaviour on an older kernel.
     pub landlock_abi_max: Option<i32>,
 }
 
@@ -94,7 +94,7 @@ pub fn home(workspace: &Path) -> PathBuf {
     }
 }
 
-/// The name of a launcher that uses no newer Landlock ABI than the number at the end of its name.
+/// The prefix of a launcher's name. The number after the prefix is the newest Landlock ABI that the launcher uses.
 const OLDER: &str = "launcher-with-landlock-";
 
 /// The Landlock ABI in the name under which this launcher was started.
@@ -159,8 +159,8 @@ impl ConfinedRun {
                 open_files: 1024,
                 open_files_of_run: None,
                 tcp_bytes: u64::MAX,
-                // Far more than others write during a trial: their growth of the file system is charged to a run with a process or a
-                // directory that the watch cannot read.
+                // Far more than other processes write during a trial. The watch charges their growth of the file system
+                // to a run that has a process or a directory which the watch cannot read.
                 disk_bytes: 64 << 30,
                 files: 100_000,
                 log_bytes: 10 << 20,
@@ -278,7 +278,7 @@ impl ConfinedRun {
         self.run_here()
     }
 
-    /// Runs the program, and does something else between the spawn and supervision.
+    /// Runs the program, and calls `before_supervising` between the spawn and the supervision.
     pub fn run_after(
         mut self,
         before_supervising: impl FnOnce() + Send + 'static,
@@ -490,7 +490,7 @@ pub fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// A directory outside every sandbox that is removed after the test.
+/// A host directory outside every sandbox. It is removed after the test.
 pub fn host_dir() -> tempfile::TempDir {
     let dir = tempfile::Builder::new()
         .prefix("fumehood-host-")
@@ -534,8 +534,9 @@ pub fn unconfined_under(before: &[&str], script: &str) -> String {
     out.into_owned()
 }
 
-/// A script that makes each attempt in a process of its own and prints `= name done`, `= name refused ERRNO` or
-/// `= name died SIGNAL`. An attempt is Python that raises OSError when it is refused. `sc` is a raw system call that raises too.
+/// A script that makes each attempt in a process of its own. For each attempt the script prints `= name done`,
+/// `= name refused ERRNO`, `= name failed EXCEPTION` or `= name died SIGNAL`. An attempt is Python code that raises
+/// OSError when it is refused. `sc` makes a raw system call and raises OSError too.
 pub fn attempts(setup: &str, acts: &[(&str, &str)]) -> String {
     let mut script = format!(
         "import signal, struct, time\n\
@@ -569,8 +570,8 @@ pub fn verdict<'a>(printed: &'a str, name: &str) -> &'a str {
     line.unwrap_or_else(|| panic!("nothing was said about {name}:\n{printed}"))
 }
 
-/// A host directory that can be shown inside at its own path; removed after the test. Not below /tmp or /var/tmp, because
-/// inside these are the program's own.
+/// A host directory that can be shown inside at its own path. It is removed after the test. It is not below /tmp or
+/// /var/tmp, because inside the sandbox the program has its own /tmp and /var/tmp.
 pub fn shown_dir() -> tempfile::TempDir {
     let below = if is_root() {
         String::from("/srv")
@@ -602,19 +603,21 @@ pub fn compile(source: &str, at: &Path) {
     assert!(gcc.wait().unwrap().success(), "gcc failed");
 }
 
-/// What the host has once, so that trials which measure or use up much of it must not run at the same time.
+/// Resources that a host has only one of. Trials that measure or use up much of one must not run at the same time.
 #[derive(Clone, Copy)]
 pub enum HostResource {
-    /// The file system of the workspaces. The watch charges what it cannot measure by the growth of the whole file system, so
-    /// two trials that fill it would each be charged for both.
+    /// The file system of the workspaces. The watch charges a run for what it cannot measure by the growth of the whole
+    /// file system. So each of two trials that fill the file system would be charged for both.
     Disk,
-    /// Memory. The watch charges what no process shows by the growth of what the kernel reports for the whole host.
+    /// Memory. The watch charges a run for memory that no process shows by the growth of what the kernel reports for
+    /// the whole host.
     Memory,
     /// Open files, which the kernel counts for the whole host.
     OpenFiles,
 }
 
-/// Waits until no other trial has this resource, in this process or another, and keeps others from it while the file is open.
+/// Waits until no other trial, in this process or another, has this resource. Other trials wait as long as the returned
+/// file is open.
 pub fn alone_with(resource: HostResource) -> std::fs::File {
     let lock = match resource {
         HostResource::Disk => "/var/tmp/fumehood-tests-alone",

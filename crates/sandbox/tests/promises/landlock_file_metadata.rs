@@ -1,5 +1,6 @@
-//! Level `landlock`: modes and times of files go through the guardian. On the program's own files the calls do what
-//! they do unconfined, to the errno; on anybody else's, by whichever name, they are refused and change nothing.
+//! Level `landlock`: the guardian makes the calls that change modes and times of files. On the program's own files
+//! these calls do the same as unconfined, and fail with the same errno. On the files of others, whatever name the
+//! program uses, the calls are refused and change nothing.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -10,7 +11,8 @@ use testkit::trial;
 
 use crate::confined_run::{ConfinedRun, compile, host_dir, shown_dir, unconfined};
 
-/// The calls themselves, past libc, each raising OSError. A time is a pair of numbers.
+/// The system calls themselves, without libc's wrappers. Each raises OSError when it fails. A time is a pair of
+/// numbers.
 const CALLS: &str = "
 import struct, threading
 NOW, OMIT, NOFOLLOW, EMPTY = 0x3fffffff, 0x3ffffffe, 0x100, 0x1000
@@ -30,8 +32,8 @@ def utimensat(at, path, times, flags=0): sc(280, at, path, two('4q', times), fla
 HERE = -100
 ";
 
-/// What each does to the files that [`MAKE`] made, in their order. `f`, `d` and `l` are a file, a directory and a link
-/// to the file.
+/// Acts on the files that the script of [`each_on_new_files`] makes. `f`, `d` and `l` are a file, a directory and a
+/// link to the file.
 #[rustfmt::skip]
 const ON_ITS_OWN: &[&str] = &[
     "chmod(b'f', 0o640)", "chmod(b'd', 0o1777)", "chmod(b'l', 0o600)", "chmod(b'd/../f', 0o444)", "chmod(b'f', 0)",
@@ -47,19 +49,20 @@ const ON_ITS_OWN: &[&str] = &[
     "utimensat(HERE, b'f', (0, OMIT, 0, OMIT))", "utimensat(HERE, b'f', (0, OMIT, 21, 0))", "utimensat(HERE, b'l', (15, 0, 16, 0), NOFOLLOW)",
     "utimensat(HERE, b'l', (17, 0, 18, 0))", "utimensat(HERE, b'f', (1, 1000000000, 1, 0))", "utimensat(HERE, b'f', (-5, 0, -6, 0))",
     "utimensat(F, b'', (19, 0, 20, 0), EMPTY)",
-    // Paths that do not exist or may not be searched.
+    // Paths that do not exist or may not be searched, bad descriptors, bad pointers, and a FIFO.
     "chmod(b'missing', 0o600)", "fchmodat(HERE, b'missing', 0o600)", "utime(b'missing', None)", "utimensat(HERE, b'd/missing', None)",
     "chmod(b'', 0o600)", "utimensat(HERE, b'', None)", "chmod(b'f/x', 0o600)", "chmod(b'dangling', 0o600)",
     "utimensat(HERE, b'dangling', (1, 0, 2, 0), NOFOLLOW)", "fchmod(999, 0o600)", "fchmodat(999, b'f', 0o600)", "fchmodat(F, b'in', 0o600)",
     "fchmodat(999, os.getcwd().encode() + b'/f', 0o600)", "utimensat(999, None, None)", "chmod(b'x' * 300, 0o600)", "chmod(b'd/' * 3000, 0o600)",
     "sc(90, 8, 0o600)", "sc(280, HERE, b'f', 8, 0)", "chmod(b'shut/f', 0o600)", "chmod(b'fifo', 0o600)", "utime(b'fifo', (1, 2))",
-    // From where the process, or one of its threads, stands.
+    // Paths relative to a changed working directory, and calls from a thread and from a child.
     "os.chdir('d'); chmod(b'in', 0o660); os.chdir('..')", "os.chdir('d'); chmod(b'../f', 0o660); os.chdir('..')",
     "os.chdir('d'); utimensat(HERE, b'in', (31, 0, 32, 0)); os.chdir('..')", "in_thread(lambda: chmod(b'f', 0o606))",
     "in_thread(lambda: utimensat(F, None, (33, 0, 34, 0)))", "in_child(lambda: chmod(b'f', 0o642))", "in_child(lambda: fchmod(F, 0o624))",
 ];
 
-/// Acts on files that are made anew for each, and what became of them: mode, times, errno. A time of now is told as such.
+/// A script that makes new files for each act and does the act. The script prints the errno, and the modes and times
+/// that changed. For a time of about now it prints `now`.
 fn each_on_new_files(acts: &[&str]) -> String {
     let list: Vec<String> = acts
         .iter()
@@ -114,7 +117,7 @@ for n, (name, act) in enumerate([
     )
 }
 
-/// The same script on the host, under a uid that is not root's: root may do what others may not.
+/// Runs the same script on the host. Root runs it under another uid, because root may change the files of others.
 fn on_the_host(script: &str) -> String {
     let dir = host_dir();
     fs::set_permissions(dir.path(), Permissions::from_mode(0o777)).unwrap();
@@ -141,7 +144,7 @@ fn metadata_calls_on_own_files_answer_as_unconfined() {
     let ran = ConfinedRun::python(&script).run();
     let control = on_the_host(&script);
     assert_eq!(control.lines().count(), ON_ITS_OWN.len(), "{control}");
-    // A call that this kernel does not have (fchmodat2 came with 6.6) has nothing to be compared with.
+    // A call that this kernel lacks cannot be compared. fchmodat2 came with Linux 6.6.
     let different: Vec<String> = control
         .lines()
         .zip(ran.stdout.lines())
@@ -155,12 +158,12 @@ fn metadata_calls_on_own_files_answer_as_unconfined() {
         "{}",
         ran.all()
     );
-    // The list is not one of refusals alone.
+    // Many of the calls succeed, so the trial does not only compare refusals.
     assert!(control.matches("-> done").count() > 30, "{control}");
 }
 
 trial!(Everyone, tools_that_copy_and_unpack, only_at_landlock);
-/// What archives, copies and installers do to modes and times arrives as it does unconfined.
+/// Archivers, copying tools and installers set the same modes and times inside as unconfined.
 fn tools_that_copy_and_unpack() {
     let script = r#"
 import subprocess, shutil, tarfile, zipfile
@@ -197,8 +200,8 @@ for name in ('touched', 'renamed', 'written'): st = os.stat(name); print(name, o
     assert!(control.lines().count() > 30 && ran.stderr.is_empty());
 }
 
-/// Acts on the file `F` in the directory `D`, neither of which is the run's. Each raises when it is refused; `W` is a
-/// directory of its own, new for each.
+/// Acts on the file `F`, named `N`, in the directory `D`. Neither belongs to the run. Each act raises OSError when it
+/// is refused. `W` is a directory of the program, new for each act.
 #[rustfmt::skip]
 const ON_OTHERS: &[&str] = &[
     "chmod(F, 0o777)", "fchmod(os.open(F, os.O_RDONLY), 0o777)", "fchmodat(HERE, F, 0o777)", "fchmodat2(HERE, F, 0o777)",
@@ -208,19 +211,19 @@ const ON_OTHERS: &[&str] = &[
     "utimensat(HERE, F, None)", "utimensat(HERE, F, (1, 0, 2, 0), NOFOLLOW)", "utimensat(os.open(F, os.O_RDONLY), None, (1, 0, 2, 0))",
     "utimensat(os.open(F, os.O_RDONLY), None, None)", "utimensat(os.open(D, os.O_RDONLY), None, (1, 0, 2, 0))",
     "utimensat(os.open(D, os.O_RDONLY), N, (1, 0, 2, 0))",
-    // By another name.
+    // The file under another name.
     "os.symlink(F, W + b'/l'); chmod(W + b'/l', 0o777)", "os.symlink(F, W + b'/l'); utime(W + b'/l', (1, 2))",
     "os.symlink(D, W + b'/l'); chmod(W + b'/l/' + N, 0o777)", "os.symlink(os.path.relpath(F, W), W + b'/l'); chmod(W + b'/l', 0o777)",
     "chmod(W + b'/' + os.path.relpath(F, W), 0o777)", "chmod(os.path.relpath(F, os.getcwdb()), 0o777)", "os.chdir(D); chmod(N, 0o777)",
     "os.chdir(D); utimensat(HERE, N, (1, 0, 2, 0))", "os.chdir(D); fchmodat(HERE, b'./' + N, 0o777)", "fchmodat(os.open(W, os.O_RDONLY), os.path.relpath(F, W), 0o777)",
     "os.link(F, W + b'/h'); chmod(W + b'/h', 0o777)", "os.rename(F, W + b'/h'); chmod(W + b'/h', 0o777)",
-    // By way of /proc, where the guardian's own self is not the program's.
+    // The file through /proc. The guardian's own /proc/self is not the program's.
     "chmod(b'/proc/self/fd/%d' % os.open(F, os.O_RDONLY), 0o777)", "chmod(b'/proc/self/fd/%d' % os.open(F, os.O_PATH), 0o777)",
     "utime(b'/proc/self/fd/%d' % os.open(F, os.O_RDONLY), (1, 2))", "chmod(b'/proc/%d/fd/%d' % (os.getpid(), os.open(F, os.O_PATH)), 0o777)",
     "os.chdir(D); chmod(b'/proc/self/cwd/' + N, 0o777)", "chmod(b'/proc/self/root' + F, 0o777)", "chmod(b'/proc/thread-self/root' + F, 0o777)",
     "os.chdir('/proc/self/fd'); fd = os.open(F, os.O_PATH); chmod(b'%d' % fd, 0o777)",
     "d = os.open('/proc/self/fd', os.O_RDONLY); fd = os.open(F, os.O_PATH); fchmodat(d, b'%d' % fd, 0o777)",
-    // From a thread and a child.
+    // The call from another thread.
     "import concurrent.futures as c; c.ThreadPoolExecutor(1).submit(chmod, F, 0o777).result()",
     "import concurrent.futures as c; c.ThreadPoolExecutor(1).submit(utimensat, os.open(F, os.O_RDONLY), None, (1, 0, 2, 0)).result()",
 ];
@@ -238,7 +241,7 @@ fn on_others(place: &Path, scratch: &str) -> String {
     script
 }
 
-/// Mode, owner, times and inode of everything in a directory, and of itself.
+/// The mode, owner, link count, inode and times of each file in a directory, and of the directory.
 fn facts(dir: &Path) -> Vec<[i64; 8]> {
     let names = (0..ON_OTHERS.len()).map(|n| dir.join(format!("f{n}")));
     let all = names.chain([dir.to_path_buf()]);
@@ -278,7 +281,7 @@ fn files_of_others_are_refused() {
     let refused: String = (0..ON_OTHERS.len())
         .map(|n| format!("refused {n}\n"))
         .collect();
-    // What is shown to it read-only, and what is not shown at all.
+    // The run sees the first directory read-only, and the second one not at all.
     for place in [&shown, &hidden] {
         let before = facts(place);
         let script = on_others(place, "os.getcwdb()");
@@ -291,8 +294,8 @@ fn files_of_others_are_refused() {
     assert_eq!(control, refused.replace("refused", "did"));
 }
 
-/// One thread swaps what is behind a name, and the name itself, between a file of its own and the host's; another
-/// changes the mode and the times of whatever is there.
+/// Three threads swap a link, the text of a path and a descriptor between the program's own file and the host's. The
+/// main thread changes the mode and the times of whatever file they lead to.
 const RACE: &str = r#"
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -383,7 +386,7 @@ fn a_path_that_changes_during_the_call_reaches_no_other_file() {
     let control = Command::new(program.path().join("race"))
         .arg(program.path().join("own"))
         .arg(&victim)
-        // Without the guardian between a call is over much sooner.
+        // Without the guardian a call is over much sooner, so the control needs more calls.
         .arg("40000")
         .current_dir(program.path())
         .status()
@@ -397,7 +400,8 @@ trial!(
     ten_thousand_calls_from_eight_threads_get_their_own_answers,
     only_at_landlock
 );
-/// Ten thousand calls from eight threads at once, each of which sees what it asked for.
+/// Eight threads make ten thousand changes in total. After each change the thread finds the mode and the times that it
+/// has set.
 fn ten_thousand_calls_from_eight_threads_get_their_own_answers() {
     let source = r#"
 #include <fcntl.h>
@@ -438,7 +442,8 @@ trial!(
     more_calls_at_once_than_the_guardian_serves_all_succeed,
     only_at_landlock
 );
-/// Two hundred processes call at the same moment, more than the guardian serves at once: each is served in its turn.
+/// Two hundred processes call at the same moment, more than the guardian serves at once. The guardian serves each
+/// process in its turn.
 fn more_calls_at_once_than_the_guardian_serves_all_succeed() {
     let script = "
 import signal
@@ -469,7 +474,7 @@ trial!(
     the_workspace_directory_stays_closed_to_others,
     only_at_landlock
 );
-/// Others of the host, of the same uid or another, would see into it.
+/// With another mode, other processes of the host, of the same uid or another, could look into the workspace.
 fn the_workspace_directory_stays_closed_to_others() {
     let script = format!(
         "{CALLS}
@@ -497,7 +502,8 @@ chmod(b'sub', 0o755); print('below', oct(os.stat('sub').st_mode))
 }
 
 trial!(Everyone, owners_and_attributes, only_at_landlock);
-/// Neither owners nor attributes can be told apart by whose file it is, so that they are refused on every file.
+/// The filter cannot tell whose file a call would change the owner or an attribute of, so it refuses these calls on
+/// every file.
 fn owners_and_attributes() {
     let acts = "
 import ctypes
@@ -518,7 +524,7 @@ for name, act in (('chown', lambda: os.chown('f', *ME)), ('lchown', lambda: os.l
     let ran = ConfinedRun::python(acts).run();
     let expected = |name: &str| match name.contains("chown") {
         true => "EPERM",
-        // As on a file system without attributes: programs that copy go on without.
+        // A file system without attributes answers ENOTSUP, and programs that copy files then continue.
         false => "ENOTSUP",
     };
     let control = on_the_host(acts);

@@ -24,7 +24,7 @@ use crate::p07_others::{HeldRun, HostProcess, host_pids};
 use crate::p10_limits::HIDE;
 use crate::p11_deadline::{kill_marked, left_of, new_marker, up_before_deadline, wait_for_none};
 
-/// For each act of the table, the trials that try it at this level.
+/// Each trial of this level, with the acts of [`ACTS`] that it tries.
 #[rustfmt::skip]
 const TRIED: &[(&str, &[&str])] = &[
     ("p02_inputs::content_and_metadata_stay", &[
@@ -65,7 +65,7 @@ const TRIED: &[(&str, &[&str])] = &[
     ("p11_slow_death::large_page_tables_do_not_hide_a_timeout", &["slow_death"]),
     ("p12_runner_death::a_killed_runner_takes_the_analysis_with_it", &["daemon_outlives_runner"]),
 ];
-/// Acts that other tests try: those of the code that reads the streams, and of the code that collects outputs.
+/// Acts that other tests try: the tests of the code that reads the streams, and of the code that collects outputs.
 const TRIED_ELSEWHERE: &[&str] = &["log_bomb", "symlink_farm", "hard_links"];
 
 trial!(Everyone, every_act_has_its_trial, only_at_landlock);
@@ -108,7 +108,7 @@ fn acts_listed_as_not_held_succeed() {
             "lock_data",
             "import fcntl; fcntl.flock(os.open(DIR + '/data/file', os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)",
         ),
-        // The content of files stays closed.
+        // The content of the same project's files cannot be read.
         ("read_project", "open(DIR + '/secret').read()"),
     ];
     let script = attempts(&format!("DIR = {:?}", dir.path()), acts);
@@ -258,7 +258,8 @@ trial!(
     proc_shows_the_program_itself_and_nothing_of_the_host,
     only_at_landlock
 );
-/// /proc shows nothing of the host's processes, network, mounts and cgroups, and shows the program what it needs of itself.
+/// /proc shows nothing of the host's processes, network, mounts and cgroups. The program can read there what it needs
+/// about itself.
 fn proc_shows_the_program_itself_and_nothing_of_the_host() {
     let name = |pid: u32| format!("/proc/{pid}");
     let runner = name(std::process::id());
@@ -299,7 +300,7 @@ trial!(
     shared_keys_and_names_of_the_host_are_refused,
     only_at_landlock
 );
-/// Keys and names in a space that the whole host shares.
+/// The whole host shares one space of IPC keys and of message queue names.
 fn shared_keys_and_names_of_the_host_are_refused() {
     let key = 0x4700_0000 + std::process::id() % 0xff_ffff;
     let name = format!("fumehood-level-{}", std::process::id());
@@ -331,14 +332,14 @@ fn shared_keys_and_names_of_the_host_are_refused() {
         "{setup}\nlibc.shmctl(libc.shmget(KEY, 0, 0), 0, None); libc.semctl(libc.semget(KEY, 0, 0), 0, 0); libc.msgctl(libc.msgget(KEY, 0), 0, None); libc.syscall(241, NAME)"
     ));
     for (act, _) in acts {
-        // The same errno as on a kernel without this feature.
+        // A kernel without the feature gives the same errno.
         assert_eq!(verdict(&ran.stdout, act), "refused ENOSYS", "{}", ran.all());
         assert_eq!(verdict(&control, act), "done", "control of {act}");
     }
 }
 
 trial!(Everyone, watches_on_directories, only_at_landlock);
-/// An inotify watch on a directory reports the names that appear in it.
+/// An inotify watch on a directory would report the names that appear in it.
 fn watches_on_directories() {
     let dir = host_dir();
     let acts: &[(&str, &str)] = &[
@@ -375,7 +376,8 @@ fn sensitive() -> Child {
 }
 
 trial!(Everyone, signals_by_input_and_output, only_at_landlock);
-/// F_SETOWN makes input and output send a signal to any process; a pidfd can send one too.
+/// After F_SETOWN, input and output on a descriptor send a signal to the process that the caller named. A pidfd and a
+/// queued signal can reach any process too.
 fn signals_by_input_and_output() {
     let script = |pid: u32| {
         let ways: &[(&str, &str)] = &[
@@ -434,7 +436,8 @@ fn signals_by_input_and_output() {
 }
 
 trial!(Everyone, signals_at_the_end_of_a_child, only_at_landlock);
-/// A child's exit signal goes to its parent. The parent of an orphan is the guardian, and the signal must be SIGCHLD by then.
+/// When a process ends, its parent gets the signal that clone() was given. The guardian becomes the parent of orphans,
+/// so an orphan's signal must be SIGCHLD.
 fn signals_at_the_end_of_a_child() {
     let source = r#"
 #define _GNU_SOURCE
@@ -517,7 +520,7 @@ print('PAIRED')
 }
 
 trial!(Everyone, no_typing_into_its_terminal, only_at_landlock);
-/// The terminal that the program gets is one of the host's. The program can use it, and can type into no terminal.
+/// The program's terminal is one of the host's. The program can use this terminal, but it can type into no terminal.
 fn no_typing_into_its_terminal() {
     let script = "
 import glob
@@ -596,8 +599,8 @@ fn shared_memory_of_the_host() {
 }
 
 trial!(Everyone, a_killed_guardian_is_reported, only_at_landlock);
-/// No process inside can kill the guardian. The run's owner and root can. Then nobody can prove that all processes are dead,
-/// unless a cgroup or a leased uid identifies them, and the outcome reports that.
+/// No process inside can kill the guardian, but the run's owner and root can. Then nobody can prove that all processes
+/// are dead, unless a cgroup or a leased uid identifies them. The outcome reports this.
 fn a_killed_guardian_is_reported() {
     let mark = new_marker();
     let held = HeldRun::start(
@@ -621,8 +624,9 @@ fn a_killed_guardian_is_reported() {
     let ran = held.finish();
     assert_eq!(ran.outcome.exit, None, "{}", ran.all());
     assert_eq!(ran.outcome.all_dead, is_root(), "{}", ran.all());
-    // As root the leased uid identifies the processes, and they are dead. As a plain user the kill helper kills them when the
-    // guardian is gone, if Landlock can restrict signals; nobody proves it or waits for it.
+    // As root, the leased uid identifies the processes, and all are dead when the run ends. As a plain user, the kill
+    // helper kills the processes after the guardian's death, if Landlock can restrict signals. Nobody waits for these
+    // deaths or proves them.
     match is_root() {
         true => assert_eq!(left_of(&mark), [0i32; 0], "{}", ran.all()),
         false if sandbox::landlock_abi() >= 6 => wait_for_none(&mark),
@@ -678,7 +682,7 @@ os.wait()
 while True: signal.pause()
 "
     );
-    // Control: processes that do not hide.
+    // The first round is the control: its processes do not hide.
     for hidden in ["False", "True"] {
         for with_group in [true, false] {
             let ran = up_before_deadline(1500, |wall_ms| {
@@ -743,7 +747,8 @@ fn a_missing_required_layer_stops_the_run() {
 }
 
 trial!(Everyone, a_failed_launch_reads_nothing, only_at_landlock);
-/// If one level fails, the next is tried. The failed launch must not have read any of the input.
+/// If the launch fails at one level, the caller tries the next level. So a failed launch must not have read any of the
+/// input.
 fn a_failed_launch_reads_nothing() {
     let start = |required: &[Layer]| {
         let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
@@ -831,7 +836,8 @@ const OWNED: &[(Layer, &str, &str)] = &[
     (Layer::Seccomp, "a user namespace", "sc(272, 0x10000000)"),
     (Layer::Seccomp, "a set-user-id file", "open('mine', 'w').close(); sc(90, ctypes.c_char_p(b'mine'), 0o4755)"),
 ];
-/// The same for objects of the host that have the program's own uid, as a plain user's objects do.
+/// Acts that one layer alone refuses, on objects of the host that have the program's own uid. The objects of a plain
+/// user have it.
 #[rustfmt::skip]
 const OWNED_BY_UID: &[(Layer, &str, &str)] = &[
     (Layer::Landlock, "a signal to a process of the same user", "os.kill(WITNESS, 0)"),

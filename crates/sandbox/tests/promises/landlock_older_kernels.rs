@@ -1,7 +1,8 @@
-//! Level `landlock` as on older kernels: before ABI 6 signals go through the guardian, before ABI 3 truncation does,
-//! before ABI 2 nothing moves between directories. The same promises hold, and ordinary use works.
+//! Level `landlock` as on older kernels. Before Landlock ABI 6 the guardian sends the program's signals. Before ABI 3
+//! the guardian truncates its files. Before ABI 2 nothing moves between directories. The same promises hold, and
+//! ordinary use works.
 //!
-//! The launcher uses at most a given Landlock ABI, older than the kernel's. Everything else is as on this kernel.
+//! The launcher uses no newer Landlock ABI than a trial names. Everything else is as on this kernel.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
@@ -17,13 +18,13 @@ use crate::confined_run::{
 use crate::p07_others::HostProcess;
 use crate::p11_deadline::{left_of, new_marker};
 
-/// The newest interface that knows nothing of signals, and nothing of truncation.
+/// The newest ABI that cannot restrict signals. `BEFORE_TRUNCATION` is the newest that cannot restrict truncation.
 const BEFORE_SIGNALS: i32 = 5;
 const BEFORE_TRUNCATION: i32 = 2;
 const OLDEST: i32 = 1;
 
 fn with_landlock(abi: i32, mut confined: ConfinedRun) -> ConfinedResult {
-    // On a kernel that has no newer one it is what there is.
+    // If the kernel's own ABI is older, the launcher uses the kernel's.
     confined.landlock_abi_max = Some(abi.min(landlock_abi()));
     confined.run()
 }
@@ -53,7 +54,7 @@ fn the_sandbox_uses_the_older_landlock_interface() {
     assert!(matches!(held, PromiseStatus::KeptByRefusing(_)), "{held:?}");
 }
 
-/// What kill(2) and its like do to processes of one's own; each prints what came of it.
+/// Sends signals to processes of its own, with kill(2) and similar calls, and prints the result of each call.
 const OWN: &str = "
 import signal, subprocess, threading, time
 def sc(*args):
@@ -198,14 +199,14 @@ trial!(Everyone, signals_to_others_are_refused, only_at_landlock);
 fn signals_to_others_are_refused() {
     let mut witness = HostProcess::start();
     let script = |whom: &str| attempts(&format!("PID = {whom}"), TO_OTHERS);
-    // Not pid 1: the group of that number would be everyone.
+    // Pid 1 is no target here, because kill(-1) means every process and not a group.
     for whom in [
         &witness.pid().to_string(),
         "os.getppid()",
         &std::process::id().to_string(),
     ] {
         let ran = on_older(&(script(whom) + "sys.stdout.flush(); os._exit(7)\n"));
-        // The guardian, where it was the aim, lives to tell how the program ended.
+        // If the guardian is the target, it survives and reports how the program ended.
         assert_eq!((ran.code(), ran.stop()), (Some(7), None), "{}", ran.all());
         for (act, _) in TO_OTHERS {
             let inside = verdict(&ran.stdout, act);
@@ -231,7 +232,8 @@ trial!(
     rarer_ways_to_send_signals_are_refused,
     only_at_landlock
 );
-/// Each could name any process of the same user, from behind a pointer or later on.
+/// Each of these calls could reach any process of the same user. The filter cannot see a target behind a pointer, and
+/// some of the signals are sent only later.
 fn rarer_ways_to_send_signals_are_refused() {
     let acts: &[(&str, &str)] = &[
         (
@@ -276,7 +278,8 @@ fn rarer_ways_to_send_signals_are_refused() {
 }
 
 trial!(Everyone, kill_all_reaches_only_the_run, only_at_landlock);
-/// kill(-1) is all but oneself: of the run, and of nobody else of the same user.
+/// kill(-1) means every process but the caller. Here it reaches the processes of the run, and no other process of the
+/// same user.
 fn kill_all_reaches_only_the_run() {
     let mut witness = HostProcess::start();
     let script = "
@@ -331,7 +334,7 @@ while True: os.kill(os.getpid(), 0)
     assert_eq!(left_of(&marker), [0i32; 0]);
 }
 
-/// Truncation on its own files, as unconfined.
+/// Truncates files of its own. The answers must be the same as unconfined.
 const CUTS: &str = "
 def told(name, act):
     try: act(); answer = 'done'
@@ -382,7 +385,7 @@ fn own_files_can_be_truncated() {
     );
     assert_eq!(ran.stdout, control, "{}", ran.all());
     assert_eq!(control.lines().count(), 14);
-    // No longer than its disk is.
+    // A file cannot become longer than the run's disk limit.
     let far = ConfinedRun::python(
         "try: os.truncate('f', 1 << 40)\nexcept OSError as e: print(errno.errorcode[e.errno])",
     );
@@ -466,7 +469,7 @@ fn files_of_others_cannot_be_truncated() {
 }
 
 trial!(Everyone, moves_between_directories, only_at_landlock);
-/// ABI 1 refuses every move and link between two directories; with ABI 2 the workspace's own are allowed.
+/// ABI 1 refuses every move and link between two directories. From ABI 2 on, moves and links within the workspace work.
 fn moves_between_directories() {
     let script = "
 os.mkdir('a'); os.mkdir('b'); open('a/f', 'w').write('x'); open('a/g', 'w').write('x')

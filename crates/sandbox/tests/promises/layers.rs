@@ -1,10 +1,10 @@
-//! The layers: each owns acts that it alone refuses, and with any one layer off no promise breaks, save those
-//! that [`RESTS_ON_ONE_LAYER`] names. SECURITY.md documents the same lists.
+//! The layers. Each layer refuses acts that no other layer refuses. With any one layer off, every promise holds, except
+//! those that [`RESTS_ON_ONE_LAYER`] names. SECURITY.md documents the same lists.
 //!
-//! An act's own layer is shown by two runs that differ in nothing else: the layers which overlap it are off in
-//! both; with the layer the act is refused, without it the act succeeds. The mount namespace and the leased uid
-//! cannot be switched off: without the first there is no new root to run in, without the second an analysis would
-//! run as root. The tests of P2 to P4 and P8 cover them.
+//! Two runs show that one layer refuses an act. The layers that overlap this layer are off in both runs; with the layer
+//! the act is refused, without it the act succeeds. The mount namespace and the leased uid cannot be switched off:
+//! without the first there is no new root to run in, without the second an analysis would run as root. The tests of P2
+//! to P4 and P8 cover these two.
 
 use std::net::TcpListener;
 use std::os::linux::net::SocketAddrExt;
@@ -38,18 +38,19 @@ const SWITCHES: [Layer; 10] = [
     Seccomp,
 ];
 
-/// The layers that can be left off here. A plain user gets a /proc only together with a pid namespace, so that without
-/// one there is no run at all.
+/// The layers that this user can leave off. A plain user gets a /proc only together with a pid namespace, so without a
+/// pid namespace no run starts.
 fn switches() -> impl Iterator<Item = Layer> {
     SWITCHES
         .into_iter()
         .filter(|layer| is_root() || *layer != PidNamespace)
 }
 
-/// Layer, act, the layers that overlap it and are off in both runs, and the act: Python that raises when refused.
+/// Each entry has the layer, the name of the act, the layers that overlap this layer and are off in both runs, and the
+/// Python code of the act, which raises OSError when the act is refused.
 #[rustfmt::skip]
 pub const OWNED: &[(Layer, &str, &[Layer], &str)] = &[
-    // Kernel machinery that the unprivileged may otherwise use.
+    // Parts of the kernel that unprivileged programs may otherwise use.
     (Seccomp, "keyrings", &[], "sc(248, ctypes.c_char_p(b'user'), ctypes.c_char_p(b'own'), ctypes.c_char_p(b'x'), 1, -2)"),
     (Seccomp, "userfaultfd", &[], "sc(323, 1)"),
     (Seccomp, "io_uring", &[], "sc(425, 4, ctypes.create_string_buffer(256))"),
@@ -58,15 +59,15 @@ pub const OWNED: &[(Layer, &str, &[Layer], &str)] = &[
     (Seccomp, "clone3, whose flags cannot be seen", &[], "born(sc(435, ctypes.create_string_buffer(struct.pack('8Q', 0, 0, 0, 0, 17, 0, 0, 0), 64), 64))"),
     (Seccomp, "a personality without protections", &[], "sc(135, 0x400000)"),
     (Seccomp, "file handles", &[], "sc(303, -100, ctypes.c_char_p(b'/tmp'), ctypes.create_string_buffer(struct.pack('Ii', 128, 0), 256), ctypes.byref(ctypes.c_int()), 0)"),
-    // Set-id files, which give the owner's identity to any user who runs them.
+    // A set-id file gives its owner's identity to any user who runs it.
     (Seccomp, "a set-user-id file", &[], "open('mine', 'w').close(); sc(90, ctypes.c_char_p(b'mine'), 0o4755)"),
-    // It could name any path-name socket; views are seen through overlays, which have none of the host's.
+    // fallocate takes much space with one call.
     (Seccomp, "space taken faster than a watch can see", &[], "sc(285, os.open('big', os.O_CREAT | os.O_RDWR), 0, 0, 1 << 20)"),
     // A Landlock domain confines signals even if sender and receiver share the uid or the pid namespace.
     (Landlock, "a signal to pid 1", &[], "os.kill(1, 0)"),
     (UserNamespace, "a user namespace of its own", &[Seccomp], "sc(272, 0x10000000)"),
     (NetNamespace, "loopback TCP of the host", &[], "socket.create_connection(('127.0.0.1', TCP))"),
-    // The broker connects on the program's behalf and is in no Landlock domain, so that Landlock's scope does not help.
+    // The broker connects on the program's behalf and is in no Landlock domain, so Landlock's scope does not apply.
     (NetNamespace, "an abstract socket of the host", &[], "socket.socket(socket.AF_UNIX).connect('\\0' + NAME)"),
     (NetNamespace, "interfaces of the host", &[], "if [n for _, n in socket.if_nameindex()] == ['lo'] and HOST_HAS_MORE: raise OSError(errno.ENODEV, 'none')"),
     (PidNamespace, "processes of the host seen", &[], "os.stat('/proc/%d' % WITNESS)"),
@@ -75,20 +76,22 @@ pub const OWNED: &[(Layer, &str, &[Layer], &str)] = &[
     (UtsNamespace, "the host's name", &[], "if socket.gethostname() != HOST: raise OSError(errno.ENOENT, 'another name')"),
     (CgroupNamespace, "where in the host's cgroups it is", &[], "if not any(len(l.strip().split(':', 2)[2]) > 1 for l in open('/proc/self/cgroup')): raise OSError(errno.ENOENT, 'all are roots')"),
     (Capabilities, "a bounding set to gain from", &[], "if sc(157, 23, 21, 0, 0, 0) != 1: raise OSError(errno.EPERM, 'not in the set')"),
-    // Every mount inside is nosuid as well, and uid 0 has no name in the inner user namespace, so that no set-id program
-    // could show the difference; the bit itself does. Landlock and seccomp cannot be had without it.
+    // Every mount inside is nosuid as well, and uid 0 has no name in the inner user namespace. So no set-id program
+    // could show whether no_new_privs is on, and the act reads the bit itself. Landlock and seccomp cannot be on
+    // without this bit.
     (NoNewPrivs, "executing with more privilege", &[Landlock, Seccomp], "if sc(157, 39, 0, 0, 0, 0) == 1: raise OSError(errno.EPERM, 'forbidden')"),
 ];
 
-/// For whom a promise rests on one layer.
+/// The callers for whom a promise rests on one layer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Caller {
     Anyone,
     Root,
 }
 
-/// Promises that one layer alone holds: the layer, for whom, what is broken without it, and why nothing else holds it.
-/// The list is exact: what it does not name holds without the layer, what it names does not.
+/// Promises that one layer alone holds. Each entry has the layer, the callers, the act that succeeds without the layer,
+/// and why nothing else refuses the act. The list is exact: without the layer these acts succeed, and all other acts
+/// fail.
 #[rustfmt::skip]
 pub const RESTS_ON_ONE_LAYER: &[(Layer, Caller, &str, &str)] = &[
     (NetNamespace, Caller::Anyone, "host_tcp",
@@ -144,7 +147,7 @@ const BATTERY: &[(&str, &str)] = &[
     ("keyring", "sc(248, ctypes.c_char_p(b'user'), ctypes.c_char_p(b'own'), ctypes.c_char_p(b'x'), 1, -2)"),
 ];
 
-/// The host's side: what the acts aim at.
+/// The objects of the host that the acts try to reach.
 struct Host {
     tcp: TcpListener,
     _named: UnixListener,
@@ -156,7 +159,7 @@ struct Host {
     memory: SharedMemory,
 }
 
-/// A directory that is shown inside, with a service at each kind of path in it, open to all.
+/// A host directory that is shown inside. It has a socket and a FIFO that everyone may use.
 struct Shown {
     dir: tempfile::TempDir,
     _socket: UnixListener,
@@ -193,7 +196,7 @@ impl Shown {
     }
 }
 
-/// A System V segment of the host's, open to all, removed at the end.
+/// A System V shared memory segment of the host that everyone may use. Dropping this value removes the segment.
 struct SharedMemory(u32);
 
 impl SharedMemory {
@@ -252,7 +255,7 @@ impl Host {
         )
     }
 
-    /// A run without some layers, with a view of data and one of a runtime.
+    /// Runs the acts without some layers, with a view of data and a view of a runtime.
     fn run(&self, without: &[Layer], acts: &[(&str, &str)]) -> ConfinedResult {
         let mut confined = ConfinedRun::python(&attempts(&self.setup(), acts)).without(without);
         for (shown, exec, owner) in [
@@ -334,8 +337,8 @@ fn another_layer_holds_when_one_is_off() {
     }
     let mut broken = Vec::new();
     for layer in switches() {
-        // Signals to pid 1 would reach the host's in the host's own pid namespace; root's leased uid could not, but
-        // nothing is tried that must not succeed.
+        // Without a pid namespace a signal to pid 1 would go to the host's pid 1. The kernel refuses the signal to
+        // root's leased uid, but the trial makes no attempt that would do harm if it succeeded.
         let acts: Vec<_> = BATTERY
             .iter()
             .copied()
@@ -363,8 +366,9 @@ fn another_layer_holds_when_one_is_off() {
 }
 
 trial!(Everyone, an_unavailable_layer_stops_the_run);
-/// What was asked for and cannot be had stops the run. Without no_new_privs the kernel demands CAP_SYS_ADMIN for
-/// seccomp (and for Landlock, but its library sets the bit itself); a plain user's /proc demands a pid namespace.
+/// A layer that was asked for and is unavailable stops the run. Without no_new_privs the kernel demands CAP_SYS_ADMIN
+/// for seccomp. It demands the same for Landlock, but the Landlock library sets the bit itself. A plain user's /proc
+/// demands a pid namespace.
 fn an_unavailable_layer_stops_the_run() {
     assert_eq!(ConfinedRun::sh("true").run().code(), Some(0), "the control");
     let stops = |without: &[Layer], step: &str| {
@@ -383,7 +387,6 @@ fn an_unavailable_layer_stops_the_run() {
 }
 
 trial!(Everyone, the_record_lists_exactly_the_active_layers);
-/// The record lists exactly the layers that are on.
 fn the_record_lists_exactly_the_active_layers() {
     let expected = |without: Option<Layer>| {
         let of_root = [Layer::LeasedUid, Layer::Cgroup];

@@ -1,9 +1,9 @@
 //! The promises of the design, one file each, tried on this kernel.
 //!
 //! This program has no libtest harness, for two reasons. The sandbox starts this binary again as its launcher. And each
-//! trial runs as root and as a plain user with a login of its own, at level `full` and at level `landlock`: testkit starts
-//! this binary again under that user's id, or with the level in its environment. A trial that a level cannot have says so,
-//! with the reason, where it is registered.
+//! trial runs as root and as a plain user with a login of its own, at level `full` and at level `landlock`: testkit
+//! starts this binary again under that user's id, or with the level in its environment. If a trial cannot run at a
+//! level, its registration says so and gives the reason.
 
 #![allow(clippy::unwrap_used)]
 

@@ -136,7 +136,7 @@ fn attack(acts: &[(&str, &str)], data: &Path, scratch: &Path) -> String {
     script
 }
 
-/// The names of the acts that came out as `verdict`, in order.
+/// The names of the acts whose result is `verdict`, in order.
 fn came_out<'a>(verdict: &str, printed: &'a str) -> Vec<&'a str> {
     let told = printed.lines().filter_map(|line| line.split_once(' '));
     told.filter(|(word, _)| *word == verdict)
@@ -148,7 +148,7 @@ fn all_of<'a>(acts: &'a [(&'a str, &'a str)]) -> Vec<&'a str> {
     acts.iter().map(|(name, _)| *name).collect()
 }
 
-/// A directory such as projects are in: outside /tmp and /var/tmp, and writable for the user who runs the trial.
+/// A directory like that of a project: outside /tmp and /var/tmp, and writable for the user who runs the trial.
 fn project_dir() -> tempfile::TempDir {
     let home = if is_root() {
         "/srv".into()
@@ -287,7 +287,7 @@ trial!(
     reading_leaves_no_trace,
     only_at_full = "only a mount of one's own can be without times of access"
 );
-/// Reading does not change the access time either.
+/// Reading a file in a view does not change the file's access time.
 fn reading_leaves_no_trace() {
     let dir = project_dir();
     let data = dir.path().join("data");
@@ -389,8 +389,9 @@ fn a_fifo_cannot_be_written() {
             attack(acts, data, scratch)
         };
         for ran in at_both_paths(&data, script) {
-            // Inside, the FIFO is the overlay's own: it may be opened for both ends, and leads nowhere. What
-            // counts is the host's reader; that each act was tried is seen from what came of it.
+            // At level `full` the FIFO belongs to the overlay: both of its ends can be opened, and no byte reaches the
+            // host. The number of results shows that every act was tried. Below, the host's reader shows that no byte
+            // arrived.
             let tried = ["did", "refused"].map(|word| came_out(word, &ran.stdout).len());
             assert_eq!(tried.iter().sum::<usize>(), 5, "{}", ran.all());
         }
@@ -510,13 +511,13 @@ fn a_link_out_leads_nowhere() {
         )
     };
     for ran in at_both_paths(&data, script) {
-        // Level `full`: the file does not exist inside. Level `landlock`: the file exists and is closed.
+        // At level `full` the file does not exist inside. At level `landlock` the file exists and cannot be opened.
         let refused = if at_landlock() { "EACCES" } else { "ENOENT" };
         for name in ["absolute", "relative", "directory/project/secret"] {
             assert!(ran.printed(&format!("{name} {refused}")), "{}", ran.all());
         }
         assert!(ran.printed("inward kept"), "{}", ran.all());
-        // `..` ends at the sandbox's own root, where another file has that name.
+        // At level `full`, `..` stops at the sandbox's own root, where another file has this name.
         let far = if at_landlock() { "EACCES" } else { "fumehood" };
         assert!(ran.printed(&format!("far {far}")), "{}", ran.all());
     }
@@ -553,7 +554,7 @@ fn nothing_in_data_executes() {
         fs::create_dir(place).unwrap();
         fs::copy("/bin/true", place.join("true")).unwrap();
     }
-    // Landlock refuses execve. A program may map a file that it may read as executable.
+    // Landlock refuses execve. But a program may map a file as executable if it may read the file.
     let refused = if at_landlock() { &acts[..2] } else { acts };
     for ran in at_both_paths(&data, |data, scratch| attack(acts, data, scratch)) {
         assert_eq!(
@@ -621,7 +622,7 @@ trial!(
     owner_only_data_is_read_not_written,
     only_at_full = "only a mount can show another owner; that the run is refused is landlock_level::owner_only_data_is_refused_with_a_reason"
 );
-/// The idmapped mount shows root's files as the program's own. They stay unchanged.
+/// The idmapped mount shows root's files as the program's own. The program can read them and cannot change them.
 fn owner_only_data_is_read_not_written() {
     let dir = project_dir();
     let data = dir.path().join("data");

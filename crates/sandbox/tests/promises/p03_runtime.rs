@@ -11,7 +11,7 @@ use testkit::{inner_arguments, is_root, trial};
 
 use crate::confined_run::{ConfinedResult, ConfinedRun, at_landlock, unconfined};
 
-/// The value after `key ` on a line of its own.
+/// Finds the line that begins with `key ` and returns the rest of the line.
 fn told<'a>(printed: &'a str, key: &str) -> &'a str {
     let found = printed
         .lines()
@@ -67,7 +67,7 @@ fn the_root_holds_only_what_is_listed() {
     for name in ["sys", "boot", "opt", "srv", "mnt"] {
         assert_eq!(told(printed, name), "absent", "/{name}: {printed}");
     }
-    // /tmp: the workspace and the home, both of which are its own.
+    // /tmp holds the workspace and the home. Both belong to the program.
     assert!(
         words(printed, "tmp")
             .iter()
@@ -86,7 +86,7 @@ fn the_root_holds_only_what_is_listed() {
 }
 
 trial!(Everyone, files_of_the_host_are_absent);
-/// A file that everyone may read, in each place of the host where this user can put one.
+/// The trial makes a file that everyone may read in each of these places of the host where its user may make one.
 fn files_of_the_host_are_absent() {
     let places = [
         "/tmp", "/var/tmp", "/dev/shm", "/run", "/root", "/srv", "/opt", "/mnt", "/home",
@@ -132,9 +132,9 @@ fn files_of_the_host_are_absent() {
 }
 
 trial!(Everyone, credentials_are_absent);
-/// Home directories are shown to be empty elsewhere; these are the places outside them.
+/// Other trials show that home directories are empty. This trial tries the places outside them.
 fn credentials_are_absent() {
-    // Without a root of its own the names are there to ask for, and nothing behind them can be opened.
+    // At level `landlock` the names exist, because the root directory is the host's, but nothing can be opened.
     let seen = match at_landlock() {
         false => "os.path.lexists(path)",
         true => "opens(path)",
@@ -229,7 +229,7 @@ fn dev_holds_only_what_is_listed() {
         "urandom", "zero",
     ];
     assert_eq!(words(printed, "dev"), listed);
-    // Not a device of the host's: the multiplexer of the sandbox's own terminals.
+    // /dev/ptmx leads to the sandbox's own terminals and not to a device of the host.
     assert!(
         ran.printed("link ptmx pts/ptmx") && ran.printed("pts ptmx") && ran.printed("shm 0"),
         "{}",
@@ -280,7 +280,7 @@ fn proc_shows_only_its_own() {
     assert!(words(&control, "pids").len() > 2, "{control}");
 }
 
-/// Opens for writing every file below `top` that is not a descriptor's; writes nothing.
+/// Opens every file below `top` for writing, except links and files below /fd/. Writes nothing.
 const OPEN_ALL: &str = "
 def open_all(top):
     count = 0
@@ -331,7 +331,7 @@ fn proc_cannot_be_written() {
     assert!(!well(&ran).contains("writable"), "{}", ran.all());
     let tried: usize = told(&ran.stdout, "tried").parse().unwrap();
     assert!(tried + names.len() > 500, "{}", ran.all());
-    // The control keeps to its own process, and to opening one file of the host's without writing to it.
+    // The control opens files of its own process and, as root, one file of the host. It writes to none of them.
     let control = unconfined(&format!("{OPEN_ALL}open_all('/proc/self')"));
     assert!(control.contains("/oom_score_adj\n"), "{control}");
     if is_root() {
@@ -340,7 +340,7 @@ fn proc_cannot_be_written() {
             .open("/proc/sys/kernel/core_pattern")
             .unwrap();
     }
-    // Writing itself, to what belongs to the process alone and would be allowed by its mode.
+    // Now write, too. These files belong to the process alone, and their modes would allow the write.
     let write = "for name in ('oom_score_adj', 'comm', 'coredump_filter', 'timerslack_ns', 'clear_refs'):\n    \
                      try: os.write(os.open('/proc/self/' + name, os.O_WRONLY), b'1'); print('wrote', name)\n    \
                      except OSError as e: print('refused', name)";
@@ -442,7 +442,7 @@ fn no_cgroup_tree() {
         "{control}"
     );
     if is_root() {
-        // With a group of its own and no namespace for it, the path is the host's.
+        // Without a cgroup namespace the program sees the path that its group has on the host.
         let ran = ConfinedRun::python(look)
             .without(&[Layer::CgroupNamespace])
             .run();
@@ -506,7 +506,8 @@ fn no_writable_mount_of_the_host() {
 }
 
 trial!(Everyone, devices_stay_as_they_are);
-/// What can be written there is the host's devices' content, which is nothing: not their mode, not their owner.
+/// The program may write to these devices of the host, which stores nothing. It cannot change their modes or owners, or
+/// remove or rename them.
 fn devices_stay_as_they_are() {
     let mode = |name: &str| {
         fs::metadata(format!("/dev/{name}"))

@@ -68,7 +68,7 @@ fn files_are_made_in_its_own_directories_only() {
     fs::create_dir(confined.workspace().join("given")).unwrap();
     let ran = confined.run();
     assert_eq!(ran.code(), Some(0), "{}", ran.all());
-    // The whole list, so that a walk which missed its own places would be seen as well.
+    // Compare the whole list, so that a walk which missed the program's own directories fails too.
     let inner = ["", "/deep", "/deep/deeper", "/given"].map(|inner| format!("{workspace}{inner}"));
     let mut own = inner.to_vec();
     own.extend([&tmp, &tmp.join("home")].map(|path| path.to_str().unwrap().to_owned()));
@@ -80,7 +80,7 @@ fn files_are_made_in_its_own_directories_only() {
     let tried = ran.stdout.lines().filter_map(|l| l.strip_prefix("tried "));
     let tried: u32 = tried.map(|n| n.parse::<u32>().unwrap()).sum();
     assert!(tried > 1000, "only {tried} directories");
-    // The control: the view's source, which was refused above, takes a file from the same script on the host.
+    // Control: on the host, the same script can make a file in the view's source, where it was refused above.
     assert!(fs::read_dir(open.path()).unwrap().count() == 1);
     let control = unconfined(&format!(
         "{MAKE_EVERYWHERE}make_everywhere({:?})",
@@ -104,7 +104,7 @@ for root in ('/etc', '/usr/bin', '/usr/lib/python3', '/bin', '/lib64'):
                 except OSError: pass
 print('enough' if count > 500 else count)
 ";
-    // Modes and times cost a guardian's work each, where there is one.
+    // At level `landlock` the guardian handles every change of a mode or a time, so the trial tries fewer files.
     let limit = if at_landlock() { 600 } else { 100_000 };
     let ran = ConfinedRun::python(&format!("LIMIT = {limit}\n{script}")).run();
     assert!(
@@ -112,7 +112,7 @@ print('enough' if count > 500 else count)
         "{}",
         ran.all()
     );
-    // The same acts on a file of its own.
+    // Control: the same acts succeed on a file of the program's own.
     let own = "open('own', 'w').close(); os.chmod('own', 0o600); os.utime('own'); os.rename('own', 'new'); os.unlink('new'); print('did')";
     assert!(ConfinedRun::python(own).run().printed("did"));
 }
@@ -121,10 +121,10 @@ trial!(
     Everyone,
     files_in_the_workspace_are_visible_outside_and_temporary_files_are_not
 );
-/// The workspace is the same directory inside and outside; /tmp and /dev/shm are not the host's.
+/// The workspace is the same directory inside and outside. The program's /tmp and /dev/shm are not the host's.
 fn files_in_the_workspace_are_visible_outside_and_temporary_files_are_not() {
     let mark = format!("fumehood-mark-{}", std::process::id());
-    // Without a /tmp of its own the program has the place that TMPDIR names, and no shared memory.
+    // At level `landlock` the program has the directory that TMPDIR names, but no /tmp of its own and no shared memory.
     let elsewhere = match at_landlock() {
         false => format!(
             "echo x > /tmp/{mark}; echo x > /dev/shm/{mark}; test -s /tmp/{mark} && test -s /dev/shm/{mark} && test -s /var/tmp/{mark}"
@@ -224,7 +224,8 @@ all_on('.fumehood')
         "{}",
         ran.all()
     );
-    // The control: a directory of its own with a dot allows all but the last two, which find it gone.
+    // Control: on a directory of its own whose name begins with a dot, the program can do the same, except for the
+    // look-up.
     let control = "
 for name in ('make', 'mkdir', 'chmod', 'attribute', 'rename'):
     os.makedirs('.own', exist_ok=True)
@@ -238,7 +239,8 @@ print('did all')
 }
 
 trial!(Everyone, shared_memory_and_tmp_are_private);
-/// Names that exist on the host in its /tmp and /dev/shm can be made anew inside, and are other files.
+/// At level `full` the program can create files under names that the host's /tmp and /dev/shm already have. They are
+/// other files.
 fn shared_memory_and_tmp_are_private() {
     for place in ["/tmp", "/dev/shm"] {
         let host = tempfile::Builder::new()
@@ -264,7 +266,7 @@ fn shared_memory_and_tmp_are_private() {
         assert_eq!(fs::read_to_string(host.path()).unwrap(), "the host's");
     }
     if is_root() {
-        // A message queue of the host's, opened by its name: inside, names of queues are another namespace's.
+        // The host's message queue has a name. Inside, names of message queues belong to another namespace.
         let name = format!("fumehood-test-{}", std::process::id());
         let open = |flags| {
             format!(
@@ -285,7 +287,7 @@ fn shared_memory_and_tmp_are_private() {
     }
 }
 
-/// Without mounts of its own: the host's file can be neither read nor written, nor another be put beside it.
+/// Level `landlock`: the program can neither read nor write the host's file, and can put no other file beside it.
 fn closed_to_it(file: &Path) {
     let acts = format!(
         "import os\nfor act in (lambda: open({file:?}).read(), lambda: open({file:?}, 'r+'), lambda: open({file:?} + '-new', 'x'), \
@@ -300,7 +302,7 @@ fn closed_to_it(file: &Path) {
 }
 
 trial!(Everyone, another_analysis_is_absent);
-/// Two runs at once. The first reports on a FIFO that it runs, and waits for the end of its standard input.
+/// Two analyses run at once. The first one writes to a FIFO when it runs, and ends when its standard input ends.
 fn another_analysis_is_absent() {
     let first = "open('secret', 'w').write('secret')\n\
                  os.chmod('secret', 0o666)\n\
@@ -315,7 +317,7 @@ fn another_analysis_is_absent() {
     let running = std::thread::spawn(move || confined.run());
     until_ready(ready);
 
-    // Names can be asked for where the tree is the host's; nothing behind them can be opened.
+    // At level `landlock` the program sees the host's tree, so the names exist, but nothing can be opened.
     let see = if at_landlock() {
         "os.open(path, 0)"
     } else {
@@ -354,8 +356,8 @@ fn another_analysis_is_absent() {
 }
 
 trial!(Everyone, times_of_devices_stay);
-/// A process that may write to a file may set its times to now, and every process may write to these files. They still work
-/// afterwards.
+/// A process that may write to a file may also set the file's times to now, and every process may write to these
+/// devices. The devices still work after the refusals.
 fn times_of_devices_stay() {
     let script = "
 def attempt(name, act):

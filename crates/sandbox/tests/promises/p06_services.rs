@@ -263,7 +263,7 @@ const SERVICE_ACTS: &[(&str, &str)] = &[
     ("abstract", "stream('\\0' + NAME)"),
 ];
 
-/// sendmmsg of two messages, each with its own address.
+/// A sendmmsg call with two messages, each with an address.
 const SEVERAL: &str = "\
 def several(s, path):
     import ctypes, struct
@@ -345,7 +345,8 @@ const OTHER_KINDS: &[(&str, &str)] = &[
         "sc(41, 16 | 1 << 40, 3, 16 | 1 << 40)",
     ),
 ];
-/// Kinds that not every host has: most hosts load a module on the first request. Inside, all of them are refused.
+/// Kinds of sockets that not every host has, because most hosts load a module on the first request. Inside, all of
+/// these calls are refused.
 const SELDOM_KINDS: &[(&str, &str)] = &[
     ("vsock", "socket.socket(40, socket.SOCK_STREAM)"),
     ("packet", "socket.socket(17, socket.SOCK_RAW, 0x300)"),
@@ -420,7 +421,7 @@ fn kinds_of_sockets() {
         );
     }
     for (act, _) in ORDINARY_KINDS {
-        // Level `landlock` has no network namespace: only socket pairs work, and the names in /etc/hosts.
+        // Level `landlock` has no network namespace. There, only socket pairs and names in /etc/hosts work.
         let works = !at_landlock() || ["pair", "loopback_by_name"].contains(act);
         let inside = verdict(&ran.stdout, act);
         assert_eq!(inside == "done", works, "{act}\n{}", ran.all());
@@ -731,7 +732,8 @@ os._exit(0)
     assert!(ran.printed("MET"), "{}", ran.all());
 }
 
-/// Some threads swap the address and the socket while others send. The target is the hard case: /usr is a plain bind mount.
+/// Some threads swap the address and the socket while others send. The host's socket is below /usr, the hard case,
+/// because /usr is a plain bind mount.
 const DATAGRAM_RACE: &str = r#"
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -812,7 +814,8 @@ fn a_datagram_whose_address_changes_during_the_call_reaches_no_service() {
     let count = || std::iter::from_fn(|| host.recv(&mut [0u8; 64]).ok()).count();
     let program = shown_dir();
     compile(DATAGRAM_RACE, &program.path().join("race"));
-    // Unconfined, a round takes a few milliseconds, and the thread that swaps the address may not run in that time.
+    // Unconfined, a round takes a few milliseconds, and the thread that swaps the address may not run in that time. So
+    // the control makes many rounds.
     let reached = (0..100).any(|_| {
         let control = Command::new(program.path().join("race"))
             .arg(program.path().join("own"))
@@ -971,7 +974,7 @@ print('CPUS', *(len(os.sched_getaffinity(int(p))) for p in others), len(os.sched
     };
     assert!(broker > 0, "the broker did something: {}", ran.all());
     let used = ran.outcome.usage.cpu_ms;
-    // The kernel rounds both down to ticks of a hundredth of a second.
+    // The kernel rounds the times of both processes down to ticks of a hundredth of a second.
     assert!(used + 50 >= broker + own, "{used} recorded: {}", ran.all());
     let wall = ran.outcome.usage.wall_ms;
     assert!(init * 5 < wall, "init works for nobody: {}", ran.all());
@@ -986,7 +989,8 @@ trial!(
     the_broker_does_not_delay_the_end,
     only_at_full = "there is no such broker"
 );
-/// The broker does not delay the end of a program that obeys SIGTERM. A broker that the program kills is replaced.
+/// The broker does not delay the end of a program that obeys SIGTERM. If the program kills the broker, another one
+/// replaces it.
 fn the_broker_does_not_delay_the_end() {
     let script = r#"
 import signal, time
@@ -1047,7 +1051,7 @@ fn descriptors_lead_nowhere() {
     assert_eq!(ran.stdout.lines().count(), 3, "{}", ran.all());
 }
 
-/// Written backwards, so that the script that searches for the secrets does not find itself.
+/// The secrets are written backwards, so that the script that searches for them does not find itself.
 const SECRETS_REVERSED: [&str; 2] = ["3f9a1c7e-terces-gp", "77b0d2aa-lru-esabatad"];
 const ALLOWED_REVERSED: &str = "51c44e09-dewolla";
 

@@ -23,7 +23,8 @@ pub struct HeldRun {
 }
 
 impl HeldRun {
-    /// Starts a run whose script calls `hold()` when it is ready, and waits in it.
+    /// Starts a run and waits until its script calls `hold()`. That call returns when the trial calls
+    /// [`HeldRun::finish`].
     pub fn start(mut confined: ConfinedRun, script: &str) -> HeldRun {
         let workspace = confined.workspace().to_path_buf();
         let ready = workspace.join("ready");
@@ -187,7 +188,7 @@ fn two_runs_at_once_cannot_reach_each_other() {
         false => attempts(&(setup("os.getpid()", &own) + FIRST_ANALYSIS), &acts),
         true => String::from("open('mine', 'w').write('mine')\n"),
     };
-    // The command line contains the whole mark, by which the host and the control find the process.
+    // The command line contains the name, by which the host and the control find the process.
     let held = HeldRun::start(first, &format!("# {name}\n{control}\nhold()\n"));
     let pids = host_pids(&name);
     let pid = *pids.first().expect("the host sees the first analysis");
@@ -342,7 +343,7 @@ fn processes_of_the_host() {
             );
         }
     }
-    // kill(-1) reaches only the program's own processes: in a pid namespace it does not mean the host's.
+    // kill(-1) reaches only the program's own processes. In a pid namespace it does not mean the host's processes.
     let kill = format!(
         "import signal, subprocess\n\
          child = subprocess.Popen(['/bin/sleep', '60'])\n\
@@ -480,7 +481,7 @@ trial!(Everyone, pid_1_cannot_be_slowed);
 fn pid_1_cannot_be_slowed() {
     let control = unconfined(&attempts(CHILD, SLOW));
     let tell = "print('nice', os.getpriority(os.PRIO_PROCESS, PID), os.sched_getscheduler(PID), sc(252, 1, PID) >> 13)\n";
-    // The call changes all processes of this uid; pid 1 must not be among them.
+    // These calls change all processes of this uid. Pid 1 must not be among them.
     let everyone = "try: os.setpriority(os.PRIO_USER, 0, 19)\nexcept OSError: pass\n\
                     try: sc(251, 3, os.getuid(), 3 << 13)\nexcept OSError: pass\n";
     let untouched = ConfinedRun::python(&(attempts(INIT, &[]) + tell)).run();
@@ -503,7 +504,7 @@ fn pid_1_cannot_be_slowed() {
 }
 
 trial!(Everyone, pid_1_keeps_its_deadline);
-/// The program attacks pid 1 and occupies every CPU with its threads. The deadline holds, and the outcome names it.
+/// The program attacks pid 1 and occupies every CPU with its processes. The deadline holds, and the outcome names it.
 fn pid_1_keeps_its_deadline() {
     let flood = "for _ in range(48):\n\
                  \x20   if os.fork() == 0:\n\
@@ -535,7 +536,8 @@ fn pid_1_keeps_its_deadline() {
 }
 
 trial!(Everyone, host_wide_counters_are_not_used_up);
-/// Numbers that the whole host shares. One analysis must leave most of them to others.
+/// Some limits of the kernel, such as fs.aio-max-nr, bound the whole host. One analysis must leave most of them to
+/// others.
 fn host_wide_counters_are_not_used_up() {
     let script = "import struct\n\
                   context = ctypes.c_ulong(0)\n\
@@ -543,7 +545,7 @@ fn host_wide_counters_are_not_used_up() {
                   print('MUCH' if taken else 'little')\n";
     let whole = std::fs::read_to_string("/proc/sys/fs/aio-max-nr").unwrap();
     let script = &format!("WHOLE = {}\n{script}", whole.trim());
-    // The control takes a quarter of them for a moment, because others use this host too.
+    // The control takes a quarter of the limit, and only for a moment, because others use this host too.
     assert!(unconfined(script).contains("MUCH"), "the control takes it");
     let ran = ConfinedRun::python(script).run();
     assert!(ran.stdout.contains("little"), "fs.aio-nr: {}", ran.all());

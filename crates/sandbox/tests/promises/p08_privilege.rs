@@ -14,7 +14,8 @@ use crate::confined_run::{
 };
 use crate::p07_others::{HeldRun, host_pids, host_uids};
 
-/// Asserts that every act was refused inside with one of these errnos, and that its process survived to print so.
+/// Asserts that every act was refused inside with one of these errnos, and that the process of the act survived to
+/// print the errno.
 fn refused(printed: &str, acts: &[(&str, &str)], errnos: &[&str]) {
     for (act, _) in acts {
         let inside = verdict(printed, act);
@@ -78,7 +79,7 @@ fn never_host_root() {
             !is_root(),
             "leased under root, the caller's own otherwise"
         );
-        // The bounding set limits execve alone, and pid 1 calls no execve.
+        // Pid 1 may keep its bounding set, because this set limits execve alone and pid 1 calls no execve.
         let sets = capability_sets().iter();
         for set in sets.filter(|set| pid != init || **set != "CapBnd") {
             assert_eq!(
@@ -88,7 +89,7 @@ fn never_host_root() {
             );
         }
         assert_eq!(field(&text, "NoNewPrivs"), "1", "{pid}\n{text}");
-        // Pid 1 is Fumehood's code, and makes calls that the filter refuses to the program.
+        // Pid 1 runs Fumehood's code without the filter, because it makes calls that the filter refuses to the program.
         assert_eq!(field(&text, "Seccomp") == "2", pid != init, "{pid}\n{text}");
         assert_eq!(
             field(&text, "Groups"),
@@ -101,8 +102,8 @@ fn never_host_root() {
     }
 }
 
-/// The capability sets that are empty. Emptying the bounding set needs CAP_SETPCAP, which a plain user has only in a user
-/// namespace. With no_new_privs the bounding set gives nothing.
+/// The capability sets that must be empty. Emptying the bounding set needs CAP_SETPCAP, which a plain user has only in
+/// a user namespace. With no_new_privs, a bounding set that is not empty gives no privilege.
 fn capability_sets() -> &'static [&'static str] {
     match at_landlock() && !is_root() {
         true => &["CapInh", "CapPrm", "CapEff", "CapAmb"],
@@ -147,7 +148,7 @@ fn no_capability() {
     assert!(ran.stdout.contains(&line), "{}", ran.all());
 }
 
-/// Prints the ids and the effective capabilities that it runs with.
+/// Prints its effective ids, and its effective and permitted capabilities.
 const WHO: &str = r#"
 #include <stdio.h>
 #include <string.h>
@@ -169,7 +170,7 @@ fn set_id_programs() {
         compile(WHO, &at);
         std::fs::set_permissions(&at, std::fs::Permissions::from_mode(mode)).unwrap();
     }
-    // CAP_CHOWN, permitted and effective: struct vfs_cap_data, revision 2.
+    // Grant CAP_CHOWN as permitted and effective, in a struct vfs_cap_data of revision 2.
     let grant = "import struct\nos.setxattr(F, 'security.capability', struct.pack('<IIIII', 0x02000001, 1, 0, 0, 0))";
     unconfined(&format!("F = {:?}\n{grant}", dir.path().join("filecap")));
     let control = |name: &str| {
@@ -253,7 +254,7 @@ fn set_id_programs_of_the_system() {
     for line in ["mount True", "su True", "writable False"] {
         assert!(ran.printed(line), "{line}\n{}", ran.all());
     }
-    // With the host's mounts, no_new_privs alone makes the set-id bits ineffective.
+    // At level `landlock` the mounts are the host's, and no_new_privs alone makes the set-id bits ineffective.
     assert!(
         at_landlock() || ran.printed("nosuid True True True True"),
         "{}",
@@ -322,7 +323,7 @@ fn namespaces() {
     let ran = ConfinedRun::python(&attempts(BORN, &[NAMESPACES, ENTER].concat())).run();
     refused(&ran.stdout, NAMESPACES, &["EPERM", "ENOSYS"]);
     refused(&ran.stdout, ENTER, &["EPERM"]);
-    // Second control: the same call makes ordinary processes and threads.
+    // Second control: a program can still make ordinary processes and threads.
     let ordinary = "import threading\nt = threading.Thread(target=lambda: print('THREAD')); t.start(); t.join()\n\
                     if os.fork() == 0: print('CHILD', flush=True); os._exit(0)\nos.wait()\n";
     let ran = ConfinedRun::python(ordinary).run();
@@ -363,7 +364,7 @@ const MOUNTS: &[(&str, &str)] = &[
         "sc(165, ctypes.c_char_p(b'none'), ctypes.c_char_p(T), ctypes.c_char_p(b'tmpfs'), 0, 0); os.chdir(T); sc(155, ctypes.c_char_p(b'.'), ctypes.c_char_p(b'.'))",
     ),
 ];
-/// The same calls without preparation: each is refused by itself.
+/// The same calls without the calls that prepare them. Each is refused on its own.
 const MOUNT_CALLS: &[(&str, &str)] = &[
     ("bare_umount2", "sc(166, ctypes.c_char_p(T), 2)"),
     (
@@ -608,8 +609,8 @@ const IDS: &[(&str, &str)] = &[
 trial!(Everyone, ids);
 fn ids() {
     if is_root() {
-        // The control leaves out the uid map, which can be written once, settings of the host, and what root in a container may
-        // lack.
+        // The control leaves out the uid map, which can be written only once, the settings of the host, and what root
+        // may not do in a container.
         let harmless: Vec<_> = IDS
             .iter()
             .copied()
@@ -698,6 +699,6 @@ fn foreign_calls() {
     }
 }
 
-/// Kernels of this architecture without compat have one system call ABI; the filter's unit tests cover it.
+/// On this architecture a kernel without compat has one system call ABI, which the filter's unit tests cover.
 #[cfg(not(target_arch = "x86_64"))]
 fn foreign_calls() {}

@@ -1,5 +1,5 @@
-//! P9: no escape by terminal or standard stream. The program has descriptors 0, 1 and 2, which are pipes or
-//! /dev/null, no controlling terminal, and no way to type into one.
+//! P9: the program cannot escape by a terminal or a standard stream. Its only descriptors are 0, 1 and 2, which are
+//! pipes or /dev/null. It has no controlling terminal, and no way to type into one.
 
 use std::fs;
 use std::io::{IsTerminal, Write};
@@ -27,7 +27,7 @@ fn three_descriptors_and_no_more() {
     confined.stdin = Some(fs::File::open("/dev/null").unwrap().into());
     let ran = confined.run();
     assert_eq!(ran.stdout, "0 pipe\n1 pipe\n2 pipe\n", "{}", ran.all());
-    // /dev/null can be read and nothing else; the kernel knows it by its number, not by its name.
+    // Standard input is the device 1:3, which is /dev/null, and reading it returns nothing.
     let ran = ConfinedRun::python(
         "st = os.fstat(0)\nprint(os.major(st.st_rdev), os.minor(st.st_rdev), len(os.read(0, 10)))",
     )
@@ -40,7 +40,7 @@ fn an_inherited_descriptor_does_not_arrive() {
     let dir = host_dir();
     let path = dir.path().join("secret");
     fs::write(&path, "secret").unwrap();
-    // Without close-on-exec, in a number that no table of ours is likely to reuse.
+    // These descriptors are not close-on-exec.
     let flags = rustix::fs::OFlags::RDWR;
     let low = rustix::fs::open(&path, flags, rustix::fs::Mode::empty()).unwrap();
     let directory = rustix::fs::open(
@@ -63,7 +63,8 @@ fn an_inherited_descriptor_does_not_arrive() {
     );
     let ran = ConfinedRun::python(&script).run();
     assert_eq!(ran.stdout, "0 /dev/null\n1 pipe\n2 pipe\n", "{}", ran.all());
-    // The descriptor is not reachable through a visible process either: init inherited the runner's descriptors.
+    // The program cannot reach the descriptor through a visible process either, such as init, which inherited the
+    // runner's descriptors.
     let steal = "
 count = 0
 try: pids = [int(n) for n in os.listdir('/proc') if n.isdigit()]
@@ -110,7 +111,7 @@ fn streams_can_be_reopened() {
 }
 
 trial!(Everyone, an_empty_input_can_be_reopened);
-/// With no input given there is an empty one, under its usual name too: many programs take `/dev/stdin` for a file.
+/// A run without an input gets an empty one. The program can open it as `/dev/stdin`, as many programs do.
 fn an_empty_input_can_be_reopened() {
     for script in [
         "cat < /dev/stdin && echo end",
@@ -129,7 +130,7 @@ fn pipe_with(bytes: &[u8]) -> std::os::fd::OwnedFd {
 }
 
 trial!(Everyone, no_host_file_behind_a_stream);
-/// Standard input comes from a file that could be written through its descriptor: the program gets a pipe instead.
+/// Standard input comes from a file that could be written through its descriptor. So the program gets a pipe instead.
 fn no_host_file_behind_a_stream() {
     let dir = host_dir();
     let path = dir.path().join("input");
@@ -176,7 +177,7 @@ trial!(Everyone, input_arrives_whole);
 fn input_arrives_whole() {
     let dir = host_dir();
     let path = dir.path().join("input");
-    // Every byte value, no period that a block size divides, many times what a pipe holds.
+    // The input has every byte value, does not repeat after a block, and is many times larger than a pipe.
     let mut state = 1u32;
     let bytes: Vec<u8> = (0..3_000_001)
         .map(|_| {
@@ -206,7 +207,7 @@ fn input_arrives_whole() {
     from_pipe.stdin = Some(cat.stdout.take().unwrap().into());
     assert_eq!(from_pipe.run().stdout, expected);
     cat.wait().unwrap();
-    // An empty input is at its end at once.
+    // A program that reads an empty input gets the end of file at once.
     let mut empty = ConfinedRun::python("print(len(sys.stdin.buffer.read()))");
     empty.stdin = Some(pipe_with(b""));
     assert!(empty.run().printed("0"));
@@ -223,7 +224,7 @@ fn unread_standard_input_does_not_delay_the_end() {
         let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
         let feeder = std::thread::spawn(move || {
             let mut write = fs::File::from(write);
-            // Ends with a broken pipe when the runner lets go of the other end.
+            // The write fails with EPIPE when the runner closes the other end.
             for _ in 0..64 {
                 if write.write_all(&[b'x'; 65536]).is_err() {
                     return;
@@ -242,8 +243,9 @@ fn unread_standard_input_does_not_delay_the_end() {
     }
 }
 
-/// On a terminal of its own making, which controls it: TIOCSTI types into it and TIOCLINUX pastes. The command is
-/// an unsigned int to the kernel, so bits above it must not hide it from the filter.
+/// Makes a terminal that becomes its controlling terminal. Tries to type into the terminal with TIOCSTI and to paste
+/// with TIOCLINUX. The kernel reads the command as an unsigned int, so bits above it must not hide the command from the
+/// filter.
 const TYPE_INTO: &str = "
 import pty
 pid, master = pty.fork()
@@ -272,7 +274,7 @@ trial!(
     only_at_full = "the terminals that could be made are the host's; the one that is given is landlock_level::no_typing_into_its_terminal"
 );
 fn no_typing_into_terminals() {
-    // TIOCCONS, which takes the console's output, is left out of the control: there it would take the host's.
+    // The control leaves out TIOCCONS, which takes the console's output, because there it would take the host's.
     let ran = ConfinedRun::python(&format!("more = (('cons', 0x541d),)\n{TYPE_INTO}")).run();
     let every = |name: &str, answer: &str, printed: &str| {
         [0u64, 1, 0xffff_ffff]
@@ -282,9 +284,10 @@ fn no_typing_into_terminals() {
     for name in ["sti", "linux", "cons"] {
         assert!(every(name, "EPERM", &ran.stdout), "{}", ran.all());
     }
-    // The terminal itself is one: it tells its size.
+    // Control: the descriptor is a terminal, because it reports its size.
     assert!(every("size", "did", &ran.stdout), "{}", ran.all());
-    // Unconfined, the same bits reach the terminal: as root TIOCSTI works, and a user whom legacy_tiocsti refuses gets EIO.
+    // Unconfined, commands with the same extra bits reach the terminal. TIOCSTI works for root. A user whom
+    // legacy_tiocsti refuses gets EIO.
     let script = format!("more = ()\n{TYPE_INTO}");
     let control = unconfined(&script);
     assert!(
@@ -319,7 +322,7 @@ fn terminals_of_its_own_work() {
 }
 
 trial!(Everyone, the_runners_terminal_is_out_of_reach);
-/// Runs itself again with a controlling terminal, which a program inside must not find.
+/// The trial runs itself again with a controlling terminal. A program inside must not find this terminal.
 fn the_runners_terminal_is_out_of_reach() {
     const INNER: &str = "FUMEHOOD_TEST_TERMINAL";
     if std::env::var_os(INNER).is_none() {

@@ -40,12 +40,12 @@ trial!(
     Everyone,
     disk_that_is_taken_and_given_back_between_two_seconds
 );
-/// Children that nobody waits for take the disk, so that no counter shows it, right after a measurement. They give it back before
-/// the next measurement, a second later.
+/// Right after a measurement, children take disk space. The program frees the space before the next measurement, a
+/// second later. Nobody waits for the children, so no counter shows their writes.
 fn disk_that_is_taken_and_given_back_between_two_seconds() {
     let _alone = alone_with(HostResource::Disk);
     let run = |count: u64| {
-        // RLIMIT_FSIZE holds each file to the limit.
+        // Each file stays below the limit, because RLIMIT_FSIZE would refuse a larger one.
         let script = format!(
             "{WRITES}
 def fill(name):
@@ -70,7 +70,7 @@ trial!(
     Everyone,
     names_that_are_made_and_removed_between_two_seconds
 );
-/// Hard links take no byte and no inode.
+/// Hard links take no bytes and no inodes, but each of them counts as a file.
 fn names_that_are_made_and_removed_between_two_seconds() {
     let _alone = alone_with(HostResource::Disk);
     let run = |count: u64| {
@@ -93,7 +93,7 @@ trial!(
     Everyone,
     deleted_files_are_not_charged_beside_an_unreadable_directory
 );
-/// The program is charged for the files that are there, not for those that were.
+/// The run is charged for the files that exist, and not for files that it has deleted.
 fn deleted_files_are_not_charged_beside_an_unreadable_directory() {
     let _alone = alone_with(HostResource::Disk);
     let script = format!(
@@ -259,7 +259,7 @@ time.sleep(3 if TOTAL > 128 else 0)
     assert!(control.stdout.contains("held all"), "{}", control.all());
 }
 
-/// Links statically, because the maps of a loader would stay.
+/// Compiles a statically linked program, because the mappings of a dynamic loader would stay.
 fn compile_static(source: &str, program: &Path) {
     let mut gcc = Command::new("gcc")
         .args(["-O1", "-w", "-static", "-x", "c", "-", "-o"])
@@ -277,8 +277,8 @@ fn compile_static(source: &str, program: &Path) {
 const INIT_AT_MOST: u64 = 128 * MIB;
 
 trial!(Everyone, long_maps_do_not_fill_init);
-/// Init reads the maps of a process. Here these are some hundred MiB of text, because /proc writes each line break in a name as
-/// four characters.
+/// Init reads the maps of a process. In this trial the maps are some hundred MiB of text, because /proc writes each
+/// line break in a name as four characters.
 fn long_maps_do_not_fill_init() {
     let marker = new_marker();
     let confined = ConfinedRun::python(&format!(
@@ -375,7 +375,7 @@ trial!(
     a_tcp_connection_holds_bounded_memory,
     only_at_full = "there is no network to connect by"
 );
-/// Buffers of the size that the kernel chooses, which on a host can grow to many MiB.
+/// The kernel chooses the size of the buffers. On a host they can grow to many MiB.
 fn a_tcp_connection_holds_bounded_memory() {
     let (inside, host) = held_by_a_connection(0);
     assert!((1..CONNECTION_AT_MOST).contains(&inside), "{inside} inside");
@@ -387,7 +387,7 @@ trial!(
     a_tcp_connection_with_large_requested_buffers_holds_bounded_memory,
     only_at_full = "there is no network to connect by"
 );
-/// Buffers of a requested size, which the settings of net.core bound instead of those of TCP.
+/// The program requests the size of the buffers. The settings of net.core bound this size, and not those of TCP.
 fn a_tcp_connection_with_large_requested_buffers_holds_bounded_memory() {
     let (inside, host) = held_by_a_connection(4 * MIB);
     assert!((1..CONNECTION_AT_MOST).contains(&inside), "{inside} inside");
@@ -426,7 +426,7 @@ assert kept[0] == 1
 }
 
 trial!(Everyone, memory_behind_many_descriptors);
-/// More descriptors than the watch reads, with memory files among the last.
+/// The processes have more descriptors than the watch reads, and the memory file is among the last.
 fn memory_behind_many_descriptors() {
     let act = "
 import time
@@ -464,7 +464,7 @@ print('done')
     let ran = memory_watched(act, 160 * MIB);
     unstopped(&ran);
     assert!(ran.printed("done"), "{}", ran.all());
-    // Control: two memories are counted as two.
+    // Control: if two processes have separate memories, the watch counts both.
     let two = "
 import time
 kept = bytearray(96 << 20)

@@ -1,4 +1,4 @@
-//! P10: a run uses up no table that the whole host has one of.
+//! P10: no run uses up a table of the kernel that the whole host shares.
 //!
 //! The bounds of these trials are small, so that no trial comes near to what this host has. `tests/vm/host_tables.py` uses up
 //! the tables of a virtual machine.
@@ -13,10 +13,10 @@ use crate::confined_run::{ConfinedResult, ConfinedRun, HostResource, alone_with}
 use crate::p10_limits::{stopped, unstopped};
 use crate::p11_deadline::{new_marker, wait_for_marked};
 
-/// The run's share: more than others are likely to open on this host during a trial.
+/// The run's share. Other processes are unlikely to open as many files on this host during a trial.
 const SHARE: u64 = 10_000;
 
-/// `hold(n)` has so many files open that only mappings hold.
+/// `hold(n)` keeps `n` files open through mappings alone, without descriptors.
 const MAPPINGS: &str = "
 libc.mmap.restype = ctypes.c_void_p
 def hold(count):
@@ -42,7 +42,8 @@ fn goes_on(ran: &ConfinedResult) {
 }
 
 trial!(Everyone, open_files_of_all_processes);
-/// Each process has fewer than its own limit, and fewer than all may have.
+/// Each process has fewer open files than its own limit and than the run's share. Together they have more than the
+/// share.
 fn open_files_of_all_processes() {
     let _alone = alone_with(HostResource::OpenFiles);
     let act = "
@@ -61,12 +62,12 @@ for _ in range(8): os.read(reader, 1)
     stopped(&run(&with("True"), Some(SHARE)), Stop::OpenFiles);
     goes_on(&run(&with("True"), None));
     goes_on(&run(&with("True"), Some(10 * SHARE)));
-    // As many descriptors of few open files, which the processes share.
+    // Control: the processes have many descriptors of few open files, which they share.
     goes_on(&run(&with("False"), Some(SHARE)));
 }
 
 trial!(Everyone, open_files_that_only_mappings_hold);
-/// Also of a process that cannot be looked into.
+/// The limit also holds for a process whose descriptors and maps the watch cannot read.
 fn open_files_that_only_mappings_hold() {
     let _alone = alone_with(HostResource::OpenFiles);
     let act = |hide: &str| format!("{MAPPINGS}\n{hide}\nhold(16000)");
@@ -116,7 +117,7 @@ trial!(
     memory_for_tcp,
     only_at_full = "there are no TCP sockets"
 );
-/// As many sockets as have room in the run's share, with full buffers.
+/// A run gets as many TCP sockets as fit into its share of the host's memory for TCP when all their buffers are full.
 fn memory_for_tcp() {
     let act = "
 listener = socket.create_server(('127.0.0.1', 0), backlog=8)
@@ -146,7 +147,7 @@ with open('/proc/sys/net/ipv4/tcp_rmem') as file: print('buffer', file.read().sp
     );
     let count = ran.stdout.lines().find_map(|l| l.strip_prefix("sockets "));
     let count: u64 = count.unwrap().parse().unwrap();
-    // The listener is one; a call that is served meanwhile may see one fewer.
+    // The listener counts as one socket. The broker may see one socket fewer while it serves another call.
     assert!((SOCKETS - 4..=SOCKETS).contains(&count), "{count}");
     let control = run(u64::MAX);
     assert!(control.printed("sockets 400"), "{}", control.all());

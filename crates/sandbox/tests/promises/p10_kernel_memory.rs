@@ -1,5 +1,5 @@
-//! P10, P7: memory that the kernel holds for a program is charged to its cgroup, bounded in another way, or refused; and so
-//! is its share of what the host has one table of.
+//! P10, P7: memory that the kernel holds for a program is charged to the program's cgroup, bounded in another way, or
+//! refused. The same holds for the tables that the whole host has one of.
 
 use sandbox::outcome::Stop;
 use testkit::trial;
@@ -27,8 +27,9 @@ trial!(
     netlink_sockets_are_few_and_small,
     only_at_full = "there are none: landlock_level::sockets"
 );
-/// Unread answers wait in buffers that no cgroup is charged for. Counted over all processes, and over descriptors that
-/// are in flight; what is closed can be had again.
+/// Unread answers wait in buffers that no cgroup is charged for, so a run may have few netlink sockets. The bound
+/// counts the sockets of all processes, and those whose descriptors are in flight. A closed socket makes room for a new
+/// one.
 fn netlink_sockets_are_few_and_small() {
     let ran = tried(
         r#"
@@ -67,7 +68,7 @@ print(f'{count} {elsewhere} {in_flight} {again} {size} {large}')
         "{}",
         ran.all()
     );
-    // Control: elsewhere they can be had.
+    // Control: a program on the host can have more.
     unconfined("held = [socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) for _ in range(100)]");
 }
 
@@ -99,10 +100,11 @@ trial!(
     connections_nobody_accepts,
     only_at_full = "there are no internet sockets"
 );
-/// A connection is charged when it is accepted. Under 64 MiB a run has a thousand sockets, wherever they are.
+/// The kernel charges a connection to a cgroup only when it is accepted, so the number of TCP sockets is bounded. With
+/// a memory limit of 64 MiB a run may have 1024 of them, accepted or not.
 fn connections_nobody_accepts() {
     const SOCKETS: u64 = 1024;
-    // Calls that are served at once.
+    // Calls that the broker serves at the same time may together exceed the bound by this many sockets.
     const MARGIN: u64 = 64;
     let script = "
 made = 0
@@ -125,13 +127,14 @@ print('connections', made)
         .lines()
         .find_map(|l| l.strip_prefix("connections "));
     let made: u64 = made.unwrap().parse().unwrap();
-    // The closed end of each is counted for a while too.
+    // The kernel also counts the closed end of each connection for a while.
     let expected = SOCKETS / 2 - MARGIN..SOCKETS + MARGIN;
     assert!(expected.contains(&made), "{}", ran.all());
 }
 
 trial!(Everyone, huge_pages);
-/// From the host's reserved pool. NORESERVE: without it a host that reserves none answers the same.
+/// The program cannot take huge pages from the host's reserved pool. The mappings use MAP_NORESERVE, because without
+/// this flag a host that reserves no huge pages refuses them too.
 fn huge_pages() {
     let script = r#"
 libc.mmap.restype = ctypes.c_ulong
@@ -157,7 +160,8 @@ attempt('ordinary memfd', lambda: os.memfd_create('x'))
 }
 
 trial!(Everyone, memory_policies);
-/// The kernel keeps one for each range of a memory file, charged to nobody. A thread's own policy remains.
+/// The kernel keeps a policy for each range of a memory file and charges it to nobody, so mbind is refused. A thread
+/// may still set its own policy.
 fn memory_policies() {
     let ran = tried(
         r#"
@@ -179,7 +183,8 @@ trial!(
     queues_outside_the_limit,
     only_at_full = "there are no internet sockets"
 );
-/// What a socket may keep besides its two buffers, which are charged: half a datagram, keys, memberships, notices.
+/// A socket's two buffers are charged. These calls would make a socket keep more: half a datagram, keys, memberships or
+/// notices.
 fn queues_outside_the_limit() {
     let script = r#"
 MORE, FASTOPEN = 0x8000, 0x20000000
@@ -243,7 +248,7 @@ print('errors kept:', errors.getsockopt(socket.IPPROTO_IP, 11))
 }
 
 trial!(Everyone, filters_of_its_own);
-/// Each is compiled, and the whole host has one bound for that.
+/// The kernel compiles each filter, and the whole host has one bound on the memory for compiled filters.
 fn filters_of_its_own() {
     let script = r#"
 class Fprog(ctypes.Structure): _fields_ = [('len', ctypes.c_ushort), ('at', ctypes.c_char_p)]
@@ -260,8 +265,9 @@ attempt('seccomp', lambda: call(libc.syscall(317, 1, 0, ctypes.byref(allow))))
 }
 
 trial!(Root, kernel_memory_stays_within_the_limit);
-/// By hand, what is held while eight processes each make as many as they can, under a limit of 64 MiB. Either it is charged,
-/// and the kernel ends the run, or the kernel's own memory has hardly grown. The bound leaves room for the host's other work.
+/// Eight processes each make as many objects of one kind as they can, under a limit of 64 MiB. Either the memory is
+/// charged, and the run meets its limit, or the kernel's own memory has hardly grown. The bound leaves room for the
+/// host's other work.
 fn kernel_memory_stays_within_the_limit() {
     const GROWTH_MAX_MIB: i64 = 256;
     let kinds = [

@@ -40,8 +40,8 @@ fn wall_time() {
     unstopped(&ConfinedRun::sh("exec sleep 0.6").run());
 }
 
-/// `burn(s)` uses `s` seconds of CPU in this process. `unwaited(act)` uses them in a child whose CPU time the kernel adds to
-/// nobody's, because the parent ignores SIGCHLD.
+/// `burn(s)` uses `s` seconds of CPU in this process. `unwaited(act)` runs `act` in a child. The parent ignores
+/// SIGCHLD, so the kernel adds the child's CPU time to no process.
 const BURN: &str = "
 import signal, time
 def burn(s):
@@ -200,7 +200,7 @@ for _ in range(6):
     for _ in range(32):
         assert os.write(fd, MIB) == len(MIB)
 ";
-/// The first thread of the process exits. /proc/<pid> then shows the state of that thread, which has nothing.
+/// The first thread of the process exits. /proc/<pid> then shows the state of that thread, which has no memory.
 const LEADERLESS: &str = "
 import threading
 def take():
@@ -673,8 +673,8 @@ fn in_use() -> (u64, u64) {
     (blocks * now.f_frsize, now.f_files - now.f_ffree)
 }
 
-/// Runs an attack, and again if it was not stopped while other processes of the host freed much of the file system: the
-/// watch sees some acts by the growth of the file system only.
+/// Runs an attack. Runs it again if it was not stopped and other processes of the host freed much of the file system
+/// meanwhile, because the watch sees some acts only by the growth of the file system.
 pub fn undisturbed(attack: impl Fn() -> ConfinedResult) -> ConfinedResult {
     const TIMES: u32 = 5;
     for _ in 1..TIMES {
@@ -921,7 +921,7 @@ for _ in range(240):
 ";
 
 trial!(Everyone, disk_beside_much_to_look_at);
-/// While the watch reads so many descriptors, the writer must not go on unseen.
+/// While the watch reads so many descriptors, it must still see what the writer writes.
 fn disk_beside_much_to_look_at() {
     disk_limited(
         &format!(
@@ -937,7 +937,7 @@ for name in files(TOTAL):
 }
 
 trial!(Everyone, disk_without_names_beside_much_to_look_at);
-/// The same for files without names, which the watch sees only through descriptors.
+/// A file without a name is visible to the watch only through its descriptor.
 fn disk_without_names_beside_much_to_look_at() {
     disk_limited(
         &format!(

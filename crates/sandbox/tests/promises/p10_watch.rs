@@ -141,7 +141,8 @@ trial!(
     Everyone,
     growth_by_other_processes_does_not_stop_a_run_that_rewrites_files
 );
-/// Growth of the file system that is not the run's is not charged to the run, however much the run has written itself.
+/// The watch does not charge the run for growth of the file system that others cause, however much the run itself has
+/// written.
 fn growth_by_other_processes_does_not_stop_a_run_that_rewrites_files() {
     let _alone = alone_with(HostResource::Disk);
     let act = format!(
@@ -185,8 +186,8 @@ print('\\ndone')
 }
 
 trial!(Everyone, disk_while_the_watch_waits_for_a_memory_map);
-/// All threads contend for the lock of the process's memory map. The watch needs the same lock to read the maps, again for each
-/// of many mappings.
+/// All threads contend for the lock of the process's memory map. The watch needs the same lock to read the maps, and
+/// takes it again for each of many mappings.
 fn disk_while_the_watch_waits_for_a_memory_map() {
     let act = "
 #define MUCH (4ul << 30)
@@ -261,7 +262,7 @@ trial!(
     names_that_sockets_keep,
     only_at_full = "no socket has a name"
 );
-/// A socket keeps the inode of its removed name: 17,000 inodes under a limit of 3000.
+/// A socket keeps the inode of its removed name. With such sockets a run once held 17,000 inodes under a limit of 3000.
 fn names_that_sockets_keep() {
     files_limited(
         "
@@ -391,7 +392,8 @@ time.sleep(1.5)
     memory_limited(run, 96 * MIB);
 }
 
-/// Runs an act that makes 768 MiB of memory files of 16 MiB each; `held` keeps them in some way before they are closed.
+/// Runs an act that makes 768 MiB of memory files of 16 MiB each. `held` defines `begin`, which gets each new file, and
+/// `hold`, which gets each full file and keeps it in some way.
 fn memory_files_limited(held: &str) {
     let act = format!(
         "{held}
@@ -411,7 +413,7 @@ static void attack(char **argv) {{
 }
 
 trial!(Everyone, memory_files_mapped_in_part);
-/// One mapped page keeps the whole file: 800 MB under a limit of 128 MB.
+/// One mapped page keeps the whole file. With such pages a run once held 800 MB under a limit of 128 MB.
 fn memory_files_mapped_in_part() {
     memory_files_limited(
         "
@@ -451,7 +453,8 @@ static void hold(int fd) {
     );
 }
 
-/// Each slot of each pipe holds one byte of a large folio; the file itself is truncated again.
+/// Fills the slots of pipes. Each slot keeps one byte of a file, and with it a whole large folio in memory, although
+/// the file is truncated again.
 const PIN: &str = r#"
 static void pin(int folios) {
     size_t size = 2 << 20;
@@ -518,12 +521,13 @@ static void attack(char **argv) {
         let printed = String::from_utf8_lossy(&output.stdout);
         printed.trim().parse().unwrap()
     };
-    // Other processes take and free such memory at the same time.
+    // Other processes take and free such memory at the same time, so one of several measurements is enough.
     (0..5).any(|_| grown() > 64)
 }
 
 trial!(Everyone, descriptors_of_a_threads_own_are_refused);
-/// A thread with its own descriptor table holds files that /proc/<pid>/fd does not list: 300 MB under a limit of 64 MB.
+/// A thread with its own descriptor table holds files that /proc/<pid>/fd does not list. With such a thread a run once
+/// held 300 MB under a limit of 64 MB.
 fn descriptors_of_a_threads_own_are_refused() {
     let act = "
 import threading
@@ -542,7 +546,8 @@ if isinstance(said[0], OSError): raise said[0]
 }
 
 trial!(Everyone, a_working_directory_of_a_threads_own_is_refused);
-/// A removed directory that had many names keeps its size: 54 MB in the directories of twenty threads under a limit of 8 MB.
+/// A removed directory that had many names keeps its size. With twenty threads, each in such a directory, a run once
+/// held 54 MB under a limit of 8 MB.
 fn a_working_directory_of_a_threads_own_is_refused() {
     const SOURCE: &str = r#"
 #define _GNU_SOURCE
@@ -570,7 +575,8 @@ int main(void) {
 }
 
 trial!(Everyone, files_held_by_landlock_rules_are_refused);
-/// A Landlock rule keeps its file after the last name and descriptor are gone: 1 GB under a limit of 64 MB.
+/// A Landlock rule keeps its file after the last name and descriptor are gone. With such rules a run once held 1 GB
+/// under a limit of 64 MB.
 fn files_held_by_landlock_rules_are_refused() {
     let act = "
 handled = struct.pack('Q', 1 << 2)

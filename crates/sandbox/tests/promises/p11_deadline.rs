@@ -76,7 +76,7 @@ fn look_until(marker: &str, enough: impl Fn(usize) -> bool) -> Vec<i32> {
     found
 }
 
-/// Kills the processes that a control left on the host: those with this marker alone.
+/// Kills the processes that a control left on the host. Only these processes have the marker.
 pub fn kill_marked(marker: &str) {
     let give_up = Instant::now() + AT_MOST;
     loop {
@@ -112,8 +112,8 @@ fn script(marker: &str, act: &str) -> String {
     format!("# {marker}\n{PRELUDE}\n{act}")
 }
 
-/// Calls `run` with a time limit, and again with twice the time until `is_enough`. On a busy machine a program may need many
-/// times as long as otherwise to get ready.
+/// Calls `run` with a time limit, and doubles the limit until `is_enough` holds. On a busy machine a program may need
+/// many times as long as otherwise to get ready.
 pub fn with_enough_time(
     first_ms: u64,
     is_enough: impl Fn(&ConfinedResult) -> bool,
@@ -153,7 +153,8 @@ fn run_to_deadline(act: &str, wall_ms: u64, grace_ms: u64) -> ConfinedResult {
     }
     assert!(ran.outcome.all_dead);
     if at_landlock() && !is_root() && ran.stop() == Some(Stop::Pids) {
-        // Here the kernel counts all of the user's processes, so the watch may stop a fork bomb first.
+        // At level `landlock` the kernel counts all of a plain user's processes, so the watch may stop a fork bomb
+        // first.
         return ran;
     }
     assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
@@ -345,7 +346,7 @@ int main(void) {
         confined.run()
     });
     assert_eq!(left_of(&marker), [0i32; 0]);
-    // In vfork the parent can be ended by SIGKILL alone.
+    // Only SIGKILL can end a parent that waits in vfork.
     assert_eq!(
         (ran.stop(), ran.outcome.exit),
         (Some(Stop::WallTime), Some(Exit::Signal(libc::SIGKILL)))
@@ -411,8 +412,8 @@ rest()
         assert_eq!(ran.stop(), Some(Stop::WallTime), "{}", ran.all());
         assert!(ran.outcome.all_dead, "{}", ran.all());
         assert_eq!(left_of(&marker), [0i32; 0]);
-        // A generous bound. It does not matter who ended the run: the kernel takes so long to close a million descriptors that the
-        // runner's backstop may come first.
+        // The bound is generous. It does not matter who ended the run: the kernel takes so long to close a million
+        // descriptors that the runner's backstop may come first.
         assert!(late_by < 6000, "{}", ran.all());
         assert_ne!(ran.outcome.exit, Some(Exit::Code(0)), "{}", ran.all());
     }
@@ -589,7 +590,8 @@ up()
 rest()
 ";
 
-/// A run that a control ends or, without one, the deadline. The child ignores SIGTERM, so the whole grace period passes.
+/// Runs a program until a control or, without a control, the deadline ends the run. The child ignores SIGTERM, so the
+/// whole grace period passes.
 fn wished(wish: Option<Control>) -> ConfinedResult {
     let marker = new_marker();
     let has_grace = wish != Some(Control::Kill);
@@ -642,7 +644,7 @@ fn kill_gives_no_grace() {
 pub struct Fifo(std::fs::File);
 
 impl Fifo {
-    /// Opened for reading and writing, so that no open waits for the other side.
+    /// Opens the FIFO for reading and writing, so that no open waits for the other side.
     pub fn make(dir: &Path, name: &str) -> Fifo {
         let path = dir.join(name);
         let kind = rustix::fs::FileType::Fifo;
@@ -673,8 +675,8 @@ impl Fifo {
     }
 }
 
-/// Reads back from its own pipe what it has just printed, before the runner, which was woken for it, can read. Reports when the
-/// runner no longer reads the other stream either, or when it has tried for long enough.
+/// Prints a byte, which wakes the runner, and reads the byte back from the pipe before the runner does. Reports when
+/// the runner no longer reads standard error either, or after six seconds.
 const STEALS: &str = r#"
 #include <fcntl.h>
 #include <signal.h>

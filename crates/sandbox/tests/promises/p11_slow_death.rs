@@ -1,4 +1,5 @@
-//! P11, P17: a program whose processes take seconds to die keeps the reason for which it was stopped, and is waited for.
+//! P11, P17: if a program's processes take seconds to die, the sandbox waits for them, and the outcome keeps the reason
+//! for which the program was stopped.
 
 use sandbox::outcome::Stop;
 use sandbox::spec::Bytes;
@@ -8,9 +9,9 @@ use testkit::trial;
 use crate::confined_run::{ConfinedResult, ConfinedRun};
 use crate::p11_deadline::{left_of, new_marker};
 
-/// Forks for four seconds, each time with a copy of 262,144 page table entries that all show the kernel's one page of
-/// zeros. What takes four seconds to copy takes about as long to take down on the one CPU that all are pinned to.
-/// Memory is bounded by the tables: 2 MiB for each child.
+/// Forks for four seconds. Each fork copies 262,144 page table entries, which all show the kernel's one page of zeros.
+/// All processes are pinned to one CPU, so the kernel takes about four seconds to free the tables, too. The tables
+/// bound the memory: 2 MiB for each child.
 const SLOW_TO_DIE: &str = "
 import mmap, os, signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -70,7 +71,7 @@ trial!(
     Everyone,
     slowly_dying_children_do_not_change_the_programs_exit_code
 );
-/// The first process ends by itself; how long its children take to die is no matter.
+/// The first process ends by itself. The outcome has its exit code, however long its children take to die.
 fn slowly_dying_children_do_not_change_the_programs_exit_code() {
     let ran = slow_to_die("sys.exit(3)", 60_000, None);
     assert_eq!((ran.code(), ran.stop()), (Some(3), None), "{}", ran.all());

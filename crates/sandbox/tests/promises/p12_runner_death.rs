@@ -58,7 +58,7 @@ fn run_among_threads(confined: ConfinedRun) -> ConfinedResult {
     std::thread::spawn(move || confined.run()).join().unwrap()
 }
 
-/// A program and its daemon, both of which ignore SIGTERM and SIGHUP.
+/// A program and its daemon, which ignore SIGTERM, SIGHUP and SIGINT.
 fn analysis(marker: &str, role: &str) -> String {
     let then = match role {
         // The program starts to write when a file shows that the runner is stopped.
@@ -172,7 +172,8 @@ fn killed(role: &str) {
     all_gone(&runner.marker);
 }
 
-/// A process that was being forked during the count dies a moment later.
+/// Waits until no process has the marker. A process that was being forked when the processes were counted dies a moment
+/// later.
 fn all_gone(marker: &str) {
     let give_up = Instant::now() + AT_MOST;
     while !marked(marker).is_empty() {
@@ -197,7 +198,7 @@ fn control() {
         .args(["-c", &start])
         .spawn()
         .unwrap();
-    // The shell has the marker too.
+    // The shell, the program and its daemon have the marker.
     wait_for_marked(&marker, 3);
     shell.kill().unwrap();
     shell.wait().unwrap();
@@ -263,7 +264,7 @@ trial!(
     Everyone,
     a_run_that_is_cancelled_before_its_start_never_runs
 );
-/// The same if the cancel comes at the moment at which the run might have started.
+/// The cancel comes at about the moment at which the run would start.
 fn a_run_that_is_cancelled_before_its_start_never_runs() {
     for _ in 0..20 {
         let mut confined = ConfinedRun::sh(": > ran; echo up");
@@ -277,7 +278,7 @@ fn a_run_that_is_cancelled_before_its_start_never_runs() {
         let (ran, has) = confined.run_then(|at| at.join("ran").exists());
         assert!(!has && !ran.printed("up"), "{}", ran.all());
         assert_eq!(ran.stop(), Some(Stop::Cancelled), "{}", ran.all());
-        // A run that starts reports its layers first.
+        // A run that starts reports its layers first, so this run did not start.
         assert!(ran.layers.is_empty(), "{:?}", ran.layers);
     }
 }

@@ -1,4 +1,4 @@
-//! P17: how a run ended comes from kernel facts, exactly, and the program cannot forge it.
+//! P17: the outcome says exactly how a run ended. It comes from facts of the kernel, and the program cannot forge it.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
@@ -262,7 +262,8 @@ os._exit(7)
     assert_eq!(count("init ", " refused"), 4 * threads, "{}", ran.all());
     assert_eq!(count("init ", " succeeded"), 0, "{}", ran.all());
     assert_eq!(count("other ", " succeeded"), 0, "{}", ran.all());
-    // Without a pid namespace no number but its own can be told from a stranger's.
+    // Without a pid namespace the filter cannot tell a child from a stranger by its number, so it allows these calls on
+    // the caller alone.
     let answer = if at_landlock() {
         " refused"
     } else {
@@ -293,7 +294,8 @@ sys.stdin.read()
 /// A run that exits with 7 before its deadline, while the watch thread of its init is stopped until well after the deadline;
 /// and whether the run ended only after the watch thread went on. None if the program did not end in time.
 fn ended_before_the_deadline(wall: Duration) -> Option<(ConfinedResult, bool)> {
-    /// The runner waits for a silent init until 0.7 seconds after the deadline.
+    /// How long after the deadline the watch thread stays stopped. The runner waits for a silent init until 0.7 seconds
+    /// after the deadline.
     const AFTER_THE_DEADLINE: Duration = Duration::from_millis(1500);
     let marker = new_marker();
     let mut confined = ConfinedRun::sh(&format!(": {marker}; read line; exit 7"))
@@ -347,7 +349,7 @@ trial!(
     Root,
     a_program_that_ends_before_the_deadline_has_not_timed_out
 );
-/// The last measurement of the files takes until after the deadline.
+/// The last measurement of the files ends only after the deadline.
 fn a_program_that_ends_before_the_deadline_has_not_timed_out() {
     // On a busy machine a program takes seconds to start and to end.
     let ran = [2, 4, 7].map(Duration::from_secs).into_iter();
@@ -418,8 +420,8 @@ trial!(
     Everyone,
     an_execve_from_another_thread_keeps_the_programs_exit_code
 );
-/// The program executes another in its place, from a thread that is not its first: the pid stays, and so does
-/// whose end it is.
+/// A thread that is not the program's first executes another program. The process keeps its pid, so its exit code is
+/// still the program's.
 fn an_execve_from_another_thread_keeps_the_programs_exit_code() {
     let script = "
 import threading, time
@@ -491,7 +493,8 @@ fn causes_of_death_are_told_apart() {
 }
 
 trial!(Root, a_childs_oom_is_not_the_programs);
-/// An OOM kill, and a death by SIGKILL long after it.
+/// A child dies of an OOM kill. Long after that, the program dies of SIGKILL, which the outcome must not report as an
+/// OOM kill.
 fn a_childs_oom_is_not_the_programs() {
     let run = |act: &str| {
         let script = format!(
@@ -534,10 +537,10 @@ def child():
         never.all()
     );
     if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() {
-        // Version 2 ends the program with its child.
+        // cgroup v2 kills the program together with its child.
         return;
     }
-    // The program's own wait: it is what the window is measured by.
+    // The program itself waits three seconds, longer than the window in which a SIGKILL counts as an OOM kill.
     let later = run("child(); time.sleep(3); os.kill(os.getpid(), 9)");
     assert!(later.printed("child 9"), "{}", later.all());
     assert_eq!(
@@ -546,7 +549,7 @@ def child():
         "{}",
         later.all()
     );
-    // Of both, the program's own death for want of memory is the one that counts.
+    // If a child and the program each die of an OOM kill, the program's own death decides.
     let both = run("child(); time.sleep(3); x = b'x' * (192 << 20)");
     assert_eq!(facts(&both), (kill, None, 2, Some(true)), "{}", both.all());
     let survived = run("child(); child()");
@@ -655,7 +658,7 @@ print('wall', int(1000 * (time.monotonic() - begun)))
     );
 }
 
-/// The step that failed, its errno, and all that a user would read.
+/// The step that failed, its errno, and the whole message that a user reads.
 fn failure(confined: ConfinedRun) -> (String, Option<i32>, String) {
     match confined.try_run() {
         Err(error) => {
@@ -722,7 +725,7 @@ fn a_missing_view_is_named() {
     let dir = host_dir();
     let (step, errno, text) =
         failure(ConfinedRun::sh("ls data").view(&path_of(&dir, "absent"), "data"));
-    // Root's run is asked first whether its uid may read the views.
+    // At level `landlock` only root's run has a step about views: it checks whether the leased uid may read them.
     let by_landlock = at_landlock() && !is_root();
     assert!(step.contains("views") || by_landlock, "{step}");
     assert_eq!(errno, Some(libc::ENOENT), "{text}");
@@ -794,6 +797,6 @@ fn an_impossible_spec_is_refused() {
             "{identity:?}"
         );
     }
-    // The control: what was refused changed, the rest was as here.
+    // Control: without these changes the spec is accepted and the run succeeds.
     assert_eq!(ConfinedRun::sh("true").run().code(), Some(0));
 }

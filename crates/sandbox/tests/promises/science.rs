@@ -9,7 +9,8 @@ use testkit::trial;
 
 use crate::confined_run::{ConfinedResult, ConfinedRun, at_landlock, host_dir};
 
-/// Which of Python's own it can have: `LANDLOCK` is true at that level.
+/// Defines `LANDLOCK` in front of the script. It is true at level `landlock`, where fewer of Python's own features
+/// work.
 fn told_the_level(script: &str) -> String {
     let level = if at_landlock() { "True" } else { "False" };
     format!("LANDLOCK = {level}\n{script}")
@@ -97,7 +98,7 @@ if __name__ == '__main__':
 ";
     // The script is a file, because `spawn` starts it again by its name.
     let mut confined = roomy(ConfinedRun::new(&["/usr/bin/python3", "parallel.py"]));
-    // Its locks live in /dev/shm, which at level `landlock` must be asked for.
+    // The locks of multiprocessing are in /dev/shm, which a run at level `landlock` has to ask for.
     confined.spec.shared_memory = SharedMemory::Host;
     fs::write(
         confined.workspace().join("parallel.py"),
@@ -301,7 +302,7 @@ echo shelled
     assert!(ran.printed("trapped"), "{}", ran.all());
 }
 
-/// Interpreters that a host may lack; the test command installs none of these.
+/// Runs an interpreter if the host has it. The test command installs none of these interpreters.
 fn if_present(program: &str, confined: impl FnOnce() -> ConfinedRun, word: &str) {
     if !std::path::Path::new(program).exists() {
         eprintln!("UNAVAILABLE: {program} is not on this host");
@@ -405,7 +406,8 @@ assert len(os.urandom(64)) == 64 and os.cpu_count() >= 1 and len(os.sched_getaff
 import zoneinfo, datetime; datetime.datetime.now(zoneinfo.ZoneInfo('Europe/Paris'))
 print('analysis')
 ";
-    // As every run has it: many libraries ask for the name of the user, and this answers before the list of users.
+    // Every run has LOGNAME set. Many libraries ask for the user's name, and they read LOGNAME before the list of
+    // users.
     let confined = ConfinedRun::python(&told_the_level(script)).env("LOGNAME", "analysis");
     went_well(&confined.run(), "analysis");
     let ran = ConfinedRun::sh("whoami; id -un; id -gn; hostname; uname -n; date >/dev/null; df . >/dev/null; ps -e >/dev/null 2>&1; echo asked").run();
@@ -523,7 +525,7 @@ int main(void) {
 }
 
 trial!(Everyone, ids_of_others_are_refused);
-/// The errors that CPython's own tests expect (test_os, test_subprocess): EPERM, also where no such id exists.
+/// CPython's own tests (test_os, test_subprocess) expect EPERM for the ids of others, even if no such id exists.
 fn ids_of_others_are_refused() {
     let script = told_the_level(
         r#"
@@ -603,7 +605,7 @@ trial!(
     socket_buffer_sizes,
     only_at_full = "there the sizes of buffers are accepted without effect"
 );
-/// A smaller buffer has its effect; a larger one than the kernel's default is cut down to that.
+/// A smaller buffer takes effect. A buffer larger than the kernel's default gets the default size.
 fn socket_buffer_sizes() {
     let script = r#"
 import socket

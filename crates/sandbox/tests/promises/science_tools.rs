@@ -15,8 +15,8 @@ fn bash(script: &str) -> ConfinedResult {
 }
 
 trial!(Everyone, moves_between_directories);
-/// A rename or link between two directories, each of which may be below TMPDIR. As every part of the workspace has
-/// the same rights, none of these widens anything.
+/// Renames and links between two directories, each of which may be below TMPDIR. Every part of the workspace has the
+/// same rights, so no rename or link gives the program a new right.
 fn moves_between_directories() {
     let script = "
 TMP = os.environ['TMPDIR']
@@ -71,7 +71,8 @@ echo installed
 
 trial!(Everyone, git_clones_and_commits);
 fn git_clones_and_commits() {
-    // What the host's own file says may hold a token, so it stays closed, and git is told to do without.
+    // The host's own configuration of git may hold a token, so it stays closed. The first variable tells git to do
+    // without it.
     let script = r#"
 export GIT_CONFIG_NOSYSTEM=1
 export GIT_AUTHOR_NAME=a GIT_AUTHOR_EMAIL=a@example.org GIT_COMMITTER_NAME=a GIT_COMMITTER_EMAIL=a@example.org

@@ -377,7 +377,7 @@ fn the_late_commit_of_a_removed_attempt_recreates_its_row(test_database: &TestDa
         (1, false, State::Succeeded)
     );
     assert_eq!(store.outputs("a", 1).unwrap().len(), 2);
-    // The same if another run has taken the id since.
+    // If another run has taken the id since, the late commit is stored as superseded instead.
     let second = TestAttempt::new("b", &key(2));
     second.begin(&mut store).unwrap();
     store.remove("b", UnfinishedPolicy::Remove).unwrap();

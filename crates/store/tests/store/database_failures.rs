@@ -207,7 +207,7 @@ fn a_read_only_server_is_said_to_be() {
         return;
     };
     let (server, database) = test_database.server.as_ref().unwrap();
-    // A standby refuses to write with the same code.
+    // A standby server refuses writes with the same error code.
     let mut store = test_database.store();
     server.psql(
         "postgres",
@@ -332,7 +332,7 @@ fn a_server_that_is_killed_loses_nothing() {
     sample.begin(&mut store).unwrap();
     // A begun row becomes durable with the next commit of any connection.
     kept.commit(&mut store).unwrap();
-    // Kill the server first while rows are written, then after all of them are.
+    // Kill the server first while rows are written, and the second time after all rows are written.
     let mut asked = 0;
     let mut content = |_: &_| {
         asked += 1;

@@ -11,7 +11,7 @@ fn page() -> String {
     std::fs::read_to_string(path).unwrap()
 }
 
-/// What stands between the fences of one kind.
+/// The contents of the page's code blocks of one kind.
 fn fenced(kind: &str) -> Vec<String> {
     let page = page();
     let open = format!("\n```{kind}\n");
@@ -96,7 +96,7 @@ fn every_column_is_described_and_every_described_one_exists() {
         let mut found = test_database.sql(&format!(
             "SELECT name FROM pragma_table_info('{view}') ORDER BY cid"
         ));
-        // The two views of remarks share a table, each with a column that the other lacks.
+        // One table of the page describes both views of remarks, and each view has a column that the other lacks.
         if view.starts_with("remark") {
             assert!(
                 found.iter().all(|c| columns.contains(c)),

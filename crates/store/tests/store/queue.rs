@@ -1,4 +1,4 @@
-//! The queue: what each step does, one at a time.
+//! Each step of the queue, without concurrent access.
 
 use store::types::manifest::ContentHash;
 use store::{
@@ -145,7 +145,7 @@ fn all_or_nothing(test_database: &TestDatabase) {
             ["0"]
         );
     }
-    // The control: the same without the bad ones, more than fit one statement.
+    // Control: the same submissions without the bad ones, and more of them than fit into one statement.
     let good: Vec<TestSubmission> = (0..130)
         .map(|n| TestSubmission::new(&format!("n{n:03}")))
         .collect();
@@ -334,7 +334,7 @@ fn a_large_request_is_claimed_eventually(test_database: &TestDatabase) {
     assert_eq!(take(2), "");
     assert_eq!(take(4), "large");
     assert_eq!(take(4), "s2");
-    // A worker ignores a request that is larger than the worker, and takes the requests behind it.
+    // A worker ignores a request that is larger than its capacity, and takes the requests behind it.
     test_database.sql(
         "UPDATE queue SET ready_ms = ready_ms - 61000, memory_bytes = 106300440576 WHERE id = 's3'",
     );

@@ -14,7 +14,7 @@ use crate::queue_samples::{
 };
 use crate::test_database::TestDatabase;
 
-/// Few enough that steps often concern the same analysis, and enough that their turns differ.
+/// The number of analyses: few enough that steps often concern the same analysis, and enough that their turns differ.
 const IDS: u8 = 10;
 const TOTAL: Capacity = Capacity {
     memory_bytes: 4 * GIB,

@@ -82,7 +82,7 @@ fn cancelled_or_claimed_but_not_both(test_database: &TestDatabase) {
             }
             return (claimed, ended);
         }
-        // From the front, where the claims are too.
+        // Cancel from the front of the queue, where the other threads claim.
         for ask in all.iter().skip(n - 3).step_by(3) {
             if let CancelOutcome::Now { .. } = store.cancel(&ask.id, "bob").unwrap() {
                 ended.push(ask.id.clone());
@@ -110,7 +110,8 @@ fn cancelled_or_claimed_but_not_both(test_database: &TestDatabase) {
 
 on_both!(batches_that_overlap_do_not_wait_for_each_other);
 fn batches_that_overlap_do_not_wait_for_each_other(test_database: &TestDatabase) {
-    // The same names from both ends: one wins, the others are told so, and none hangs in another's lock.
+    // All threads submit the same names, half of them in the opposite order. One submission succeeds, the others get an
+    // error, and none hangs in the lock of another.
     for round in 0..5 {
         let names: Vec<TestSubmission> = (0..40)
             .map(|n| {
@@ -194,7 +195,7 @@ fn files_that_come_and_go(test_database: &TestDatabase) {
     }
 }
 
-/// Rows as submissions would have made them, by one statement.
+/// Inserts rows such as submissions make, with one statement.
 fn fill(test_database: &TestDatabase, count: u32) {
     let numbers = match test_database.is_postgres() {
         true => format!("SELECT n FROM generate_series(1, {count}) AS g (n)"),
@@ -283,7 +284,7 @@ fn a_claim_is_not_slower_in_a_long_queue(test_database: &TestDatabase) {
         let keys = fresh_keys(3);
         let claimed = store.claim(&claim_from(&keys, PLENTY, PLENTY)).unwrap();
         assert_eq!(claimed.len(), count.min(3) as usize);
-        // A place in the queue is found by index too.
+        // A new submission's place in the queue is found by index too.
         let place = "SELECT (SELECT MAX(turn) FROM queue WHERE submitter = 's1' AND priority = 1 AND not_before_ms IS NULL),
             (SELECT MIN(turn) FROM queue WHERE priority = 1 AND not_before_ms IS NULL)";
         let plan = self::plan(test_database, place);

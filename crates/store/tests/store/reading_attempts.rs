@@ -1,4 +1,4 @@
-//! Listing, resolving, removing, exporting.
+//! Attempts are listed, resolved, removed and exported.
 
 use std::collections::BTreeSet;
 
@@ -62,7 +62,8 @@ fn names(store: &mut Store, filter: &AttemptFilter) -> Vec<String> {
         .collect()
 }
 
-/// Two attempts may fall into one millisecond, and then their order is another; so it is set.
+/// Sets the times of an attempt. Without this, two attempts may get the same millisecond, and then their times do not
+/// order them.
 fn age(test_database: &TestDatabase, id: &str, attempt: u32, ms: i64) {
     test_database.sql(&format!(
         "UPDATE attempts SET created_ms = {ms}, committed_ms = {ms} WHERE id = '{id}' AND attempt = {attempt}"

@@ -127,7 +127,7 @@ fn whoever_waits_becomes_ready(test_database: &TestDatabase) {
     );
     make_delayed_attempts_due(test_database);
     assert_eq!(store.promote_delayed().unwrap(), None);
-    // A delayed attempt gets its turn when it becomes ready, so it falls behind by no turn while it waits.
+    // A delayed attempt gets its turn when it becomes ready, so waiting does not put it further behind.
     let order = ids(&claim(&mut store, 9)).join(" ");
     assert_eq!(order, "b x0 a x1 x2 x3 x4");
 }

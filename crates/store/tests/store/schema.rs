@@ -227,7 +227,7 @@ fn something_else_is_refused(test_database: &TestDatabase) {
 
 on_both!(eight_concurrent_connections_create_one_schema);
 fn eight_concurrent_connections_create_one_schema(_: &TestDatabase) {
-    // Not the database of the argument, which has a schema.
+    // The argument's database already has a schema, so the trial makes databases without one.
     for test_database in [Some(TestDatabase::sqlite()), TestDatabase::postgres_empty()]
         .into_iter()
         .flatten()

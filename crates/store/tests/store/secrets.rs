@@ -1,4 +1,5 @@
-//! The values of secret variables: there while an attempt may need them, and erased in the transaction that ends the last.
+//! The values of secret variables. The record keeps them while an attempt may need them. The transaction that ends the
+//! last attempt erases them.
 
 use store::{CancelOutcome, State, StoreError};
 
@@ -48,7 +49,8 @@ fn secrets_are_erased_with_the_last_end(test_database: &TestDatabase) {
     is_erased(test_database, "a");
     let print = test_database.sql("SELECT fingerprint FROM submissions WHERE id = 'a'");
     assert_eq!(print, [""], "it was made of the secret");
-    // One that somebody cancelled while it ran, one that failed, and one whose runner was lost.
+    // The secrets are also erased after an attempt that was cancelled while it ran, after one that failed, and after
+    // one whose runner was lost.
     for (id, state) in [("c", State::Cancelled), ("f", State::Failed)] {
         submit(&mut store, &[ask(id)]).unwrap();
         let claimed = claim_one(&mut store);
@@ -82,7 +84,7 @@ fn secrets_stay_while_another_attempt_is_to_come(test_database: &TestDatabase) {
     assert!(second.request_json.contains(SECRET));
     commit(&mut store, &second, State::Failed, "exited").unwrap();
     is_erased(test_database, "a");
-    // What comes late changes nothing.
+    // A late commit does not bring the secret back.
     let _late = commit(&mut store, &first, State::Succeeded, "exited");
     is_erased(test_database, "a");
 }
@@ -132,7 +134,7 @@ fn a_retry_requires_the_erased_secret_values(test_database: &TestDatabase) {
     );
     assert!(matches!(&error, StoreError::NotErased { name, .. } if name == "SEED"));
     assert_eq!(test_database.sql("SELECT COUNT(*) FROM queue"), ["0"]);
-    // The controls: with all of them, and of one that had none.
+    // Controls: a retry with all of the values, and a retry of an analysis that had no secret.
     let all = [value("PLAIN"), value("API_TOKEN")];
     assert_eq!(store.retry("a", "bob", &all).unwrap(), 2);
     let claimed = claim_one(&mut store);
@@ -148,14 +150,14 @@ fn a_retry_requires_the_erased_secret_values(test_database: &TestDatabase) {
 }
 
 on_both!(erased_secrets_are_nowhere_in_the_file);
-/// SQLite's file itself; of a server's files nothing is promised.
+/// Searches the file of SQLite itself. Fumehood promises nothing about the files of a PostgreSQL server.
 fn erased_secrets_are_nowhere_in_the_file(test_database: &TestDatabase) {
     if test_database.is_postgres() {
         return;
     }
     let mut store = test_database.store();
     let mut long = ask("a");
-    // Long enough for pages of its own, which are freed.
+    // The request is long enough for database pages of its own, which are freed.
     let padding = "x".repeat(30_000);
     long.request = long.request.replace("SEED=7", &format!("SEED={padding}"));
     submit(&mut store, &[long, ask("b")]).unwrap();
