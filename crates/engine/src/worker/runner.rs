@@ -16,7 +16,7 @@ use sandbox::supervise::{Control, Stream};
 
 use super::lease_renewal::{EndCause, LeaseKeeper};
 use super::slot::{self, RunnerOrder};
-use crate::attempt::context::{Claim, RunContext};
+use crate::attempt::context::{Claim, RunContext, WorkspaceSource};
 use crate::attempt::error::{AttemptError, CommitError};
 use crate::attempt::fail::StartFailure;
 use crate::attempt::log_capture::OutputChunk;
@@ -182,6 +182,8 @@ fn make_attempt(
     let context = RunContext {
         own_process: OwnProcess::MayMove,
         claimed: Some(claim.clone()),
+        // A queued attempt never runs in a workspace that somebody prepared.
+        workspace_source: WorkspaceSource::Fresh,
         ..RunContext::new(home.clone(), &settings.record)
     };
     let is_here = || run_dir::attempt_exists(home, &claim.id, claim.attempt);

@@ -3,8 +3,12 @@
 //! Only processes outside the sandbox log. The launcher and what it starts are forked before the log is on, or executed
 //! with an empty environment.
 
+use std::io::{self, Write};
 use std::str::FromStr;
+use std::time::Duration;
 
+use rustix::event::PollFlags;
+use sandbox::events;
 use thiserror::Error;
 use tracing_subscriber::Layer;
 use tracing_subscriber::filter::{LevelFilter, Targets};
@@ -21,6 +25,30 @@ pub struct LogLevelError {
     given: String,
 }
 
+/// A pipe that has room at all has room for this many bytes (PIPE_BUF).
+const LINE_BYTES_MAX: usize = 4096;
+
+/// Standard error, for whole lines. A line that nobody takes at once is dropped: the log must not stop a run, a renewal of
+/// a lease or a worker. A long line is cut.
+struct LossyStderr;
+
+impl Write for LossyStderr {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let stderr = io::stderr();
+        if events::wait_for(&stderr, PollFlags::OUT, Duration::ZERO) {
+            match line.get(..LINE_BYTES_MAX - 1) {
+                None => stderr.lock().write_all(line)?,
+                Some(head) => stderr.lock().write_all(&[head, b"\n"].concat())?,
+            }
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// Prints events from now on, if the variable asks for that.
 pub fn start() -> Result<(), LogLevelError> {
     let Some(given) = std::env::var_os(VARIABLE).filter(|given| !given.is_empty()) else {
@@ -32,7 +60,7 @@ pub fn start() -> Result<(), LogLevelError> {
     })?;
     let ours = Targets::new().with_targets(CRATES.map(|name| (name, level)));
     let lines = tracing_subscriber::fmt::layer()
-        .with_writer(std::io::stderr)
+        .with_writer(|| LossyStderr)
         .with_ansi(false);
     let subscriber = tracing_subscriber::registry().with(lines.with_filter(ours));
     tracing::subscriber::set_global_default(subscriber).expect("this process sets it once");

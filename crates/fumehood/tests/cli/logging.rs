@@ -1,7 +1,11 @@
 //! The log of `FUMEHOOD_LOG`: it is off by default, it goes to stderr, and the record never contains it.
 
+use std::process::Stdio;
+
+use rustix::io::Errno;
 use testkit::home::TestHome;
 use testkit::trial;
+use testkit::wait::eventually;
 
 trial!(
     Everyone,
@@ -49,4 +53,26 @@ fn a_log_level_that_does_not_exist_is_refused() {
         ended.err(),
         "fumehood: error: FUMEHOOD_LOG is \"loud\\u{1b}[2J\"; set it to off, error, warn, info, debug or trace\n"
     );
+}
+
+trial!(Everyone, a_log_that_nobody_reads_stops_no_run);
+fn a_log_that_nobody_reads_stops_no_run() {
+    let test_home = TestHome::new();
+    // A full pipe, whose read end stays open.
+    let (_reader, writer) = rustix::pipe::pipe().unwrap();
+    rustix::io::ioctl_fionbio(&writer, true).unwrap();
+    while rustix::io::write(&writer, &[0; 4096]) != Err(Errno::AGAIN) {}
+    rustix::io::ioctl_fionbio(&writer, false).unwrap();
+    let mut command = test_home.run_command(["-q", "--", "true"]);
+    command
+        .env("FUMEHOOD_LOG", "debug")
+        .stdout(Stdio::null())
+        .stderr(writer);
+    let mut child = command.spawn().unwrap();
+    let mut ended = None;
+    eventually("the run ends", || {
+        ended = child.try_wait().unwrap();
+        ended.is_some()
+    });
+    assert_eq!(ended.unwrap().code(), Some(0));
 }

@@ -6,7 +6,8 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use miniz_oxide::inflate::{TINFLStatus, decompress_to_vec_zlib_with_limit};
+use miniz_oxide::inflate::TINFLStatus;
+use miniz_oxide::inflate::core::{self as inflate, DecompressorOxide, inflate_flags};
 
 use super::{InspectedDir, ReadBudget};
 
@@ -17,6 +18,8 @@ const CHAIN_MAX: usize = 64;
 /// The most bytes of one object, and of the deltas that lead to it. Commits and trees are far smaller; larger blobs
 /// are not compared.
 const OBJECT_BYTES_MAX: usize = 4 << 20;
+/// How many compressed bytes to decompress between two looks at the clock.
+const PIECE_BYTES: usize = 16 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ObjectKind {
@@ -42,13 +45,14 @@ impl GitObjects {
         }
     }
 
-    /// Reads an object, if it is of this kind.
+    /// Reads an object, if it is of this kind and there is time left.
     pub(super) fn read(
         &mut self,
         id: &[u8],
         kind: ObjectKind,
         budget: &mut ReadBudget,
     ) -> Option<Vec<u8>> {
+        budget.has_time().then_some(())?;
         let (found, bytes) = match self.read_loose(id, budget) {
             Some(object) => object,
             None => self.read_packed(id, budget)?,
@@ -64,7 +68,7 @@ impl GitObjects {
             .as_ref()?
             .read_whole(path.as_bytes(), OBJECT_BYTES_MAX)
             .ok()?;
-        let mut bytes = decompress(&packed, OBJECT_BYTES_MAX + 32)?;
+        let mut bytes = decompress(&packed, OBJECT_BYTES_MAX + 32, budget)?;
         budget.spend(bytes.len())?;
         let head = bytes.iter().take(32).position(|b| *b == 0)?;
         let (kind, length) = std::str::from_utf8(&bytes[..head]).ok()?.split_once(' ')?;
@@ -233,7 +237,7 @@ impl Pack {
         // Incompressible data is stored with at most 5 extra bytes per 64 KiB, and 6 around it.
         let mut packed = vec![0; size + size / 1024 + 64];
         let got = self.pack.read_at(&mut packed, begins).ok()?;
-        let bytes = decompress(&packed[..got], size)?;
+        let bytes = decompress(&packed[..got], size, budget)?;
         budget.spend(bytes.len())?;
         (bytes.len() == size).then_some(PackEntry { base, bytes })
     }
@@ -245,13 +249,38 @@ fn read_at<const N: usize>(file: &File, offset: u64) -> Option<[u8; N]> {
     Some(bytes)
 }
 
-/// Decompresses a zlib stream: all of it, or the first `bytes_max` bytes. `None` if it is damaged.
-fn decompress(packed: &[u8], bytes_max: usize) -> Option<Vec<u8>> {
-    match decompress_to_vec_zlib_with_limit(packed, bytes_max) {
-        Ok(bytes) => Some(bytes),
-        Err(error) if error.status == TINFLStatus::HasMoreOutput => Some(error.output),
-        Err(_) => None,
+/// Decompresses a zlib stream: all of it, or the first `bytes_max` bytes. `None` if it is damaged, or if the time is over:
+/// a stream of empty blocks takes long and yields nothing.
+fn decompress(packed: &[u8], bytes_max: usize, budget: &ReadBudget) -> Option<Vec<u8>> {
+    let flags = inflate_flags::TINFL_FLAG_PARSE_ZLIB_HEADER
+        | inflate_flags::TINFL_FLAG_USING_NON_WRAPPING_OUTPUT_BUF;
+    let mut state = DecompressorOxide::new();
+    let mut bytes = vec![0; bytes_max];
+    let (mut read, mut written) = (0, 0);
+    while budget.has_time() {
+        let end = packed.len().min(read + PIECE_BYTES);
+        let more = match end < packed.len() {
+            true => inflate_flags::TINFL_FLAG_HAS_MORE_INPUT,
+            false => 0,
+        };
+        let (status, took, made) = inflate::decompress(
+            &mut state,
+            &packed[read..end],
+            &mut bytes,
+            written,
+            flags | more,
+        );
+        (read, written) = (read + took, written + made);
+        match status {
+            TINFLStatus::Done | TINFLStatus::HasMoreOutput => {
+                bytes.truncate(written);
+                return Some(bytes);
+            }
+            TINFLStatus::NeedsMoreInput if took > 0 => {}
+            _ => return None,
+        }
     }
+    None
 }
 
 /// Reads a distance: seven bits at a time, the highest first, with one added to each but the last. Packs state the
@@ -356,6 +385,11 @@ mod tests {
     use super::*;
     use std::io::Write as _;
     use std::process::{Command, Stdio};
+    use std::time::Duration;
+
+    fn ample() -> ReadBudget {
+        ReadBudget::new(Duration::from_secs(600))
+    }
 
     /// Compresses with zlib itself, through Python.
     fn compress(bytes: &[u8], level: u32, strategy: u32) -> Vec<u8> {
@@ -389,14 +423,36 @@ mod tests {
             // Stored, fast and best; the default strategy, Huffman only, and fixed codes.
             for (level, strategy) in [(0, 0), (1, 0), (9, 0), (9, 2), (9, 4)] {
                 let packed = compress(bytes, level, strategy);
-                assert_eq!(decompress(&packed, 1 << 20).as_ref(), Some(bytes));
+                assert_eq!(decompress(&packed, 1 << 20, &ample()).as_ref(), Some(bytes));
                 let some = bytes.len() / 3;
-                assert_eq!(decompress(&packed, some).as_deref(), Some(&bytes[..some]));
-                if let Some(cut) = decompress(&packed[..packed.len() / 2], 1 << 20) {
+                assert_eq!(
+                    decompress(&packed, some, &ample()).as_deref(),
+                    Some(&bytes[..some])
+                );
+                if let Some(cut) = decompress(&packed[..packed.len() / 2], 1 << 20, &ample()) {
                     assert!(bytes.starts_with(&cut));
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_stream_that_takes_long_and_yields_little_is_given_up() {
+        let stream = |times: usize| {
+            // Four empty blocks with fixed codes, of ten bits each.
+            let blocks = (1u64 << 1 | 1 << 11 | 1 << 21 | 1 << 31).to_le_bytes();
+            let mut packed = vec![0x78, 0x9c];
+            for _ in 0..times {
+                packed.extend(&blocks[..5]);
+            }
+            // The last block has the byte `x`, without compression; its checksum follows.
+            packed.extend([1, 1, 0, 0xfe, 0xff, b'x', 0, 0x79, 0, 0x79]);
+            packed
+        };
+        let short = decompress(&stream(2), 10, &ample());
+        assert_eq!(short.as_deref(), Some(&b"x"[..]));
+        let budget = ReadBudget::new(Duration::from_millis(300));
+        assert_eq!(decompress(&stream(OBJECT_BYTES_MAX / 5), 10, &budget), None);
     }
 
     #[test]
@@ -429,8 +485,8 @@ mod tests {
         #[test]
         fn any_compressed_bytes_do_not_panic(body in proptest::collection::vec(proptest::num::u8::ANY, 0..400)) {
             let packed = [&[0x78, 0x9c], body.as_slice()].concat();
-            proptest::prop_assert!(decompress(&packed, 5_000).is_none_or(|out| out.len() <= 5_000));
-            let _ = decompress(&body, 5_000);
+            proptest::prop_assert!(decompress(&packed, 5_000, &ample()).is_none_or(|out| out.len() <= 5_000));
+            let _ = decompress(&body, 5_000, &ample());
         }
 
         #[test]
