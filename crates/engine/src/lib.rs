@@ -28,6 +28,37 @@
 //!
 //! Only the sandbox crate uses `unsafe` code and raw system calls. All SQL is in the store crate. Everything here is
 //! blocking code.
+//!
+//! # Example
+//!
+//! Runs a command as `fumehood run` would, and prints what became of it. `examples/embed` is the whole program: its `main`
+//! first calls [`sandbox::launch::main`] if this process was started as the launcher.
+//!
+//! ```no_run
+//! use engine::attempt::log_capture::OutputChunk;
+//! use engine::attempt::recorder::Recorder;
+//! use engine::home::Home;
+//! use engine::pipeline::{self, RunContext, RunObserver};
+//! use engine::request::Command;
+//! use engine::settings::{self, Sources};
+//! use sandbox::supervise::Stream;
+//!
+//! struct Silent;
+//!
+//! impl RunObserver for Silent {
+//!     fn output(&mut self, _: Stream, _: OutputChunk<'_>) {}
+//! }
+//!
+//! let command = Command::Argv(vec!["python3".into(), "-c".into(), "print(6 * 7)".into()]);
+//! let resolved = settings::run_request(command, Vec::new(), &Sources::from_process()?)?;
+//! let home = Home::from_process()?.open()?;
+//! let mut recorder = Recorder::from_settings(&resolved.record, &home)?;
+//! let context = RunContext::new(home, &resolved.record);
+//! let completed = pipeline::run(&resolved.request, &context, recorder.as_mut(), &mut Silent);
+//! let record = completed.map_err(|failure| failure.error)?.record;
+//! println!("{} {}", record.id, record.status.as_str());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 #![warn(missing_docs)]
 #![forbid(unsafe_code)]
