@@ -614,6 +614,9 @@ pub enum HostResource {
     Memory,
     /// Open files, which the kernel counts for the whole host.
     OpenFiles,
+    /// The processes of the plain user. At level `landlock` the kernel counts all of them against a run's limit, and the
+    /// run gets the room of those that end.
+    Processes,
 }
 
 /// Waits until no other trial, in this process or another, has this resource. Other trials wait as long as the returned
@@ -623,6 +626,7 @@ pub fn alone_with(resource: HostResource) -> std::fs::File {
         HostResource::Disk => "/var/tmp/fumehood-tests-alone",
         HostResource::Memory => "/var/tmp/fumehood-tests-alone-memory",
         HostResource::OpenFiles => "/var/tmp/fumehood-tests-alone-open-files",
+        HostResource::Processes => "/var/tmp/fumehood-tests-alone-processes",
     };
     // The file is opened without O_CREAT first: fs.protected_regular refuses O_CREAT for another user's file in a sticky
     // directory.

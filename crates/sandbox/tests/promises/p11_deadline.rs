@@ -12,7 +12,9 @@ use testkit::process::{all_pids, status_number};
 use testkit::wait::poll_until;
 use testkit::{is_root, trial};
 
-use crate::confined_run::{ConfinedResult, ConfinedRun, at_landlock, compile};
+use crate::confined_run::{
+    ConfinedResult, ConfinedRun, HostResource, alone_with, at_landlock, compile,
+};
 
 /// The bound of every wait.
 pub const AT_MOST: Duration = Duration::from_secs(30);
@@ -325,6 +327,7 @@ while True:
         if refused == 3:
             up()
 ";
+    let _alone = alone_with(HostResource::Processes);
     // At level `landlock` the kernel counts all threads of a plain user, so the limit has room for those that run at the
     // start, for 64 more, and for a quarter of the run's own limit of 64. If the others end, the bomb gets their room.
     let others = Cell::new(0);
