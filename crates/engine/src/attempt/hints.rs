@@ -132,6 +132,14 @@ pub fn hints(stderr_tail: &[u8], facts: &HintFacts<'_>) -> Vec<Hint> {
     found.hints
 }
 
+impl Hint {
+    /// Marks the text as a guess, and escapes what a program may have written of it.
+    pub(crate) fn guess(kind: HintKind, text: &str) -> Hint {
+        let text = escape_terminal(format!("guess: {text}").as_bytes());
+        Hint { kind, text }
+    }
+}
+
 struct HintList {
     hints: Vec<Hint>,
     lookups: usize,
@@ -139,10 +147,7 @@ struct HintList {
 
 impl HintList {
     fn add(&mut self, kind: HintKind, text: String) {
-        let hint = Hint {
-            kind,
-            text: escape_terminal(format!("guess: {text}").as_bytes()),
-        };
+        let hint = Hint::guess(kind, &text);
         // One hint is enough for most kinds, but several modules or paths may be missing.
         let several = [HintKind::HiddenPath, HintKind::KeptOut, HintKind::Module].contains(&kind);
         let same = |h: &Hint| h.kind == kind && (!several || h.text == hint.text);

@@ -7,7 +7,7 @@ use sandbox::spec::{Enforcement, Limits};
 
 use crate::attempt::context::PlannedRun;
 use crate::attempt::error::AttemptError;
-use crate::attempt::hints::{self, HintFacts, HostPath, HostPathKind, SpaceUsage};
+use crate::attempt::hints::{self, Hint, HintFacts, HintKind, HostPath, HostPathKind, SpaceUsage};
 use crate::attempt::log_capture::CapturedLog;
 use crate::attempt::observer::{CancelCause, RunObserver};
 use crate::attempt::record::{
@@ -187,12 +187,7 @@ const SYSTEM: [&str; 8] = [
     "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc", "/proc", "/dev",
 ];
 
-fn guess_hints(
-    request: &Request,
-    plan: &Plan,
-    limits: &Limits,
-    ran: &ProgramRun,
-) -> Vec<hints::Hint> {
+fn guess_hints(request: &Request, plan: &Plan, limits: &Limits, ran: &ProgramRun) -> Vec<Hint> {
     let mut visible: Vec<PathBuf> = plan.views.iter().map(|v| v.target.to_path_buf()).collect();
     visible.extend(SYSTEM.map(PathBuf::from));
     let workspace = crate::workspace::path_for(&plan.workspace_root, &request.id);
@@ -220,17 +215,13 @@ fn guess_hints(
     };
     if ran.outcome.stop == Some(Stop::Memory) && facts.oom_kills == 0 {
         // The program printed nothing and the kernel killed nothing: the memory watch stopped the program.
-        let text = String::from("guess: it needs more than the memory limit; raise --memory");
-        let kind = hints::HintKind::Memory;
-        return vec![hints::Hint { kind, text }];
+        let text = "it needs more than the memory limit; raise --memory";
+        return vec![Hint::guess(HintKind::Memory, text)];
     }
     if ran.outcome.stop == Some(Stop::OpenFiles) {
-        let text = String::from(
-            "guess: its processes together had more than a tenth of the files open that this host can have (fs.file-max); \
-             close some, start fewer processes, or have fs.file-max raised",
-        );
-        let kind = hints::HintKind::OpenFiles;
-        return vec![hints::Hint { kind, text }];
+        let text = "its processes together had more than a tenth of the files open that this host can have (fs.file-max); \
+                    close some, start fewer processes, or have fs.file-max raised";
+        return vec![Hint::guess(HintKind::OpenFiles, text)];
     }
     let tail = match ran.stderr.tail.is_empty() {
         true => &ran.stderr.head,

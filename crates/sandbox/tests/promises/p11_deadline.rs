@@ -1,6 +1,6 @@
 //! P11: at the deadline every process of the analysis is dead, and the call returns even if something holds a pipe.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use sandbox::outcome::{Exit, Stop};
 use sandbox::supervise::Control;
-use testkit::process::{all_pids, status_number};
 use testkit::wait::poll_until;
 use testkit::{is_root, trial};
 
@@ -100,15 +99,6 @@ fn of_uid(uid: u32) -> Vec<i32> {
     use std::os::unix::fs::MetadataExt;
     let has = |pid: &i32| std::fs::metadata(format!("/proc/{pid}")).is_ok_and(|m| m.uid() == uid);
     pids().into_iter().filter(has).collect()
-}
-
-/// How many threads the user of this process has on the host.
-fn own_threads() -> u64 {
-    let uid = u64::from(rustix::process::geteuid().as_raw());
-    all_pids()
-        .filter(|pid| status_number(*pid, "Uid") == Some(uid))
-        .filter_map(|pid| status_number(pid, "Threads"))
-        .sum()
 }
 
 const PRELUDE: &str = "
@@ -328,20 +318,14 @@ while True:
             up()
 ";
     let _alone = alone_with(HostResource::Processes);
-    // At level `landlock` the kernel counts all threads of a plain user, so the limit has room for those that run at the
-    // start, for 64 more, and for a quarter of the run's own limit of 64. If the others end, the bomb gets their room.
-    let others = Cell::new(0);
     // The bomb delays the watch, which counts the processes.
     let pids = |ran: &ConfinedResult| ran.outcome.usage.pids_peak.unwrap_or(0);
     let is_enough = |ran: &ConfinedResult| ran.printed("up") && pids(ran) >= 30;
     let ran = with_enough_time(1500, is_enough, |wall_ms| {
-        others.set(own_threads());
         run_to_deadline(act, wall_ms, 200)
     });
-    let most = match at_landlock() {
-        true => 192.max(64 + 64 + 16 + others.get()),
-        false => 64,
-    };
+    // At level `landlock` the limit has room for other processes of the user.
+    let most = if at_landlock() { 192 } else { 64 };
     assert!(pids(&ran) <= most, "{}", ran.all());
 }
 
